@@ -79,10 +79,10 @@ def jmx(case: Case) -> Configurations:
         configs = {name: config for name, config in configs.items() if name == "" or config != chosen}
 
     def run(config: Any, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-        its = Launch(BF16, config, jax.devices()[0].core_count)
+        its, groups = Launch(BF16, config, jax.devices()[0].core_count), Groups.of(sizes)
         if case.which == "dw":
-            return outer(left, right, Groups.of(sizes), its)
-        return product(left, right, sizes, its, transposed=case.which == "dx")
+            return outer(left, right, groups, its)
+        return product(left, right, groups, its, transposed=case.which == "dx")
 
     return {name: partial(run, config) for name, config in configs.items()}
 

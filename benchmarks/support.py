@@ -141,7 +141,7 @@ def measured(directory: pathlib.Path) -> Measured:
         usual = report["settings"].get("shape", {}).get("format", MXFP4.name)
         times: dict[tuple[str, str, str | None], dict[str, dict[int, float]]] = {}
         for row in report["rows"]:
-            if row["us"] is not None and row.get("error") is None:
+            if "shape" in row and row["us"] is not None and row.get("error") is None:  # others are of products
                 key = row["system"], row.get("format") or usual, row.get("input_format")
                 times.setdefault(key, {}).setdefault(row["shape"], {})[row["tokens"]] = row["us"]
         for key, by_shape in times.items():

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Times training on one device: a layer's gradients beside other systems', adapters on a layer, and on whole models.
+"""Times training on one device: a layer's gradients beside other systems', with those of its weights, adapters on a
+layer, and on whole models.
 
     python benchmarks/training.py --json FILE
     python benchmarks/training.py --parts layer,lora --tokens 64
@@ -8,7 +9,8 @@ Each system and model is measured in a process of its own. All of them compile a
 of compiled programs; and once more from that cache, since a process keeps the memory in which XLA timed products to
 choose among them. Then one after the other checks its results and is timed. A process that prints nothing for a while
 is killed, and the reason is in the results. Parts: `layer` (training_layer.py; torch's products: peers/grouped_mm.py),
-`lora` (lora.py), `models` (training_model.py). A file of results has one entry for each run, to which a run is added.
+`lora` (lora.py), `weights` (training_weights.py), `models` (training_model.py). A file of results has one entry for
+each run, to which a run is added.
 """
 
 import argparse
@@ -30,7 +32,8 @@ from jmx.util import atomic_files
 
 ROOT = pathlib.Path(__file__).resolve().parent
 SYSTEMS = ("mosaic", "mosaic+h", "grouped_mm", "tokamax", "ragged_dot_mgpu", "ragged_dot")
-PARTS = ("layer", "lora", "models")
+OF_WEIGHTS = ("qat", "qat-bfloat16", "mosaic_float", "tokamax", "ragged_dot")
+PARTS = ("layer", "lora", "weights", "models")
 SILENT = 60.0  # seconds without a line, after which a process that runs is killed
 
 # Adapters of all experts, by rank and dtype. Those of 16 in float32 would need 17 GB of matrices, gradients and Adam's
@@ -51,6 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="samples of each time")
     parser.add_argument("--lora-model", default="gpt-oss-20b", choices=sorted(MODELS), help="whose layer has adapters")
     parser.add_argument("--lora-tokens", type=int, default=4096)
+    parser.add_argument("--weights-systems", default=",".join(OF_WEIGHTS), help="of a layer whose weights are trained")
+    parser.add_argument("--weights-model", default="gpt-oss-20b", choices=sorted(MODELS), help="of that layer")
+    parser.add_argument("--weights-tokens", default="1024,8192", help="of that layer")
     parser.add_argument("--trained", type=json.loads, default=TRAINED, help="JSON, settings of training_model.py")
     parser.add_argument(
         "--compiling", type=float, default=150, help="seconds, after which what still compiles is killed"
@@ -112,6 +118,11 @@ def workers_of(arguments: argparse.Namespace, cache: str) -> Iterator[tuple[str,
             else:
                 worker = started(system, "training_layer.py", system, json.dumps(settings))
             yield "layer", worker, len(tokens)
+    if "weights" in parts:
+        counts = [int(count) for count in arguments.weights_tokens.split(",")]
+        its = settings | {"model": arguments.weights_model, "tokens": counts}
+        for system in arguments.weights_systems.split(","):
+            yield "weights", started(system, "training_weights.py", system, json.dumps(its)), len(counts)
     if "models" in parts:
         for its in arguments.trained:
             yield "models", started(f"{its['model']}, r = {its['rank']}", "training_model.py", json.dumps(its)), 1
@@ -206,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
             pass
         with compiled(arguments, cache, start + arguments.limit, log) as workers:
             report = measured(workers, start + arguments.limit, log)
-    print(table(report["layer"]), *others(report), sep="\n")
+    print(table(report["layer"]), "Weights are trained:", table(report["weights"]), *others(report), sep="\n")
     machine = report.pop("machine")[0]
     settings = vars(arguments) | {"json": None}
     if arguments.json is not None:
@@ -214,7 +225,8 @@ def main(argv: Sequence[str]) -> int:
         text = json.dumps({"runs": [*runs, {**machine, "settings": settings, **report}]}, default=str, indent=1)
         with atomic_files.new_path(arguments.json, REPORT, overwrite=True) as new:
             new.write_text(text + "\n")
-    mine = [row for row in report["layer"] if row["system"].startswith("mosaic")] + report["lora"] + report["models"]
+    mine = [row for part in ("layer", "weights") for row in report[part] if row["system"].startswith(("mosaic", "qat"))]
+    mine += report["lora"] + report["models"]
     return int(any("error" in row for row in mine))
 
 

@@ -76,7 +76,7 @@ class SwiGLU(Activation):
 class SwiGLUPerExpert(Activation):
     """`SwiGLU` with parameters of each expert, as the arguments `gemm1_alpha` and so on of TensorRT-LLM's kernels are.
 
-    The backend `xla` alone runs it. It is called with the experts' ids, too.
+    Of quantized experts the backend `xla` alone runs it. It is called with the experts' ids, too.
 
     Args:
         alpha, beta: E numbers each, finite.

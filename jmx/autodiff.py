@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
-from jmx.engines.gradients import SAVED, Gradients, Primals, Wanted
+from jmx.engines.gradients import SAVED, Gradients, Primals, Wanted, refuse_weight_gradients
 from jmx.engines.routed import alone, cotangent
 from jmx.experts import Experts
 from jmx.guard import guarded
@@ -126,19 +126,6 @@ def differentiable(run: Run, backward_of: Backward, saving: Saving | None = None
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
     return lambda *arguments: call(*_reverse_mode_only(arguments))
-
-
-def refuse_weight_gradients(experts: Any) -> None:
-    for role in ("gate_up", "down"):
-        scale = getattr(experts, f"{role}_input_scale")
-        if scale is not None and scale.perturbed:
-            raise TypeError(f"no gradient of `{role}_input_scale`: inputs are rounded by it, as by a constant")
-        for name, leaf in getattr(experts, role)._asdict().items():
-            if leaf is not None and leaf.perturbed:
-                raise TypeError(
-                    f"no gradient of `{role}.{name}` ({leaf.value.dtype}): quantized weights have none; "
-                    "differentiate with respect to x, the routing weights or the biases"
-                )
 
 
 def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[..., Any]:

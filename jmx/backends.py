@@ -14,6 +14,7 @@ from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.numerics.layouts import Layout
+from jmx.pallas.float_sm90.backend import MosaicFloat
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90, takes_inputs
 from jmx.pallas.mosaic_sm90.layout import LAYOUT as MOSAIC_SM90
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
@@ -26,7 +27,7 @@ from jmx.util.checks import check_one_of
 from jmx.xla.backend import Xla
 
 # `xla` runs everything, so backends after it would run on request only.
-REGISTRY = Registry((MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Cutlass(), Xla()), GROUP)
+REGISTRY = Registry((MosaicSm90(), MosaicSm90Fp8(), MosaicFloat(), Cpu(), Triton(), Cutlass(), Xla()), GROUP)
 
 known_layouts.register(MOSAIC_SM90)
 known_layouts.register(MOSAIC_SM90_FP8)

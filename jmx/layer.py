@@ -1,5 +1,6 @@
 """The mixture-of-experts layer as a function: checks, routing, selection of a backend, its call."""
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
+from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
-from jmx.experts import Experts, ShardedExperts
+from jmx.experts import Experts, ShardedExperts, padding
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
-from jmx.lora import layer as lora
+from jmx.lora.products import added_by
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
@@ -343,8 +345,8 @@ def _run(
     x: Float[Array, "T H"], routing: Routing, experts: Experts, beside: Beside, static: _Static
 ) -> Float[Array, "T H"]:
     environment, problem = static.environment, static.problem
-    if isinstance(beside, Adapters):
-        return _adapted(x, routing, experts, beside, static)
+    if isinstance(beside, Adapters) or (experts.format.is_float and beside is None):
+        return _by_products(x, routing, experts, beside, static)
     if experts.padded_to is not None and not experts.fits_without_padding:
         return _run(_widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
     true = problem.without_padding()
@@ -385,19 +387,24 @@ def _run(
     return layer(*meshes.varying_alike(x, routing, experts, beside))
 
 
-def _adapted(
-    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters, static: _Static
+def _by_products(
+    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters | None, static: _Static
 ) -> Float[Array, "T H"]:
-    """The layer with adapters, whose weights' padding counts as weights."""
+    """The layer with adapters, or of float experts. Padding counts as weights, which are not trained."""
     x, routing, experts, adapters = meshes.varying_alike(x, routing, experts, adapters)
     problem, wide = with_tokens(static.problem, x.shape[0]), x.shape[-1]
     backend = select(problem, static.environment, static.backend, registered_backends()).backend
     if x.shape[0] == 0 or problem.top_k == 0:
         return jnp.zeros_like(x)
     assert isinstance(backend, ProductBackend)
-    adapters, x, experts = adapters.padded(experts), _widened(x, experts), experts.as_padded()
-    engine = lora.engine_of(backend, problem, static.environment, experts)
-    return lora.forward(problem, x, routing, experts, adapters, engine)[:, :wide]
+    added = () if adapters is None else (added_by(adapters.padded(experts)),)
+    if experts.format.is_float and experts.padded_to is not None:
+        # An activation whose value at 0 is not 0 would train them. All other padding has the gradient 0.
+        down = padding.trained_columns(experts.intermediate_size, experts.down.values)
+        experts = dataclasses.replace(experts, down=experts.down._replace(values=down))
+    x, experts = _widened(x, experts), experts.prepare(problem.layout).as_padded()
+    engine = by_products.engine_of(backend, problem, static.environment, experts, xla.Xla())
+    return by_products.forward(problem, x, routing, experts, engine, *added)[:, :wide]
 
 
 def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:

@@ -18,7 +18,7 @@ from jmx.experts import Axes, Experts
 from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
-from jmx.module_arguments import SIZES, Arguments
+from jmx.module_arguments import SIZES, Arguments, is_trained
 from jmx.module_call import (
     call,
     call_counts,
@@ -34,7 +34,6 @@ from jmx.parallel.module_axes import local_shape, mesh_of, split_of, weight_axes
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS
 from jmx.parallel.split import Split
 from jmx.qat import QAT, MasterExperts
-from jmx.qat.masters import MASTER_ARRAYS
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import check_instance
@@ -66,9 +65,9 @@ class MoE(nn.Module):
     """A mixture-of-experts layer whose expert weights stay quantized.
 
     Quantized weights are in the collection "quantized", the bias for selection in "correction", the placement of spare
-    experts in "placement", adapters in "lora": gradients with respect to "params" leave these out. Biases and the
-    router are in "params". Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the variables under the
-    names of `Experts.arrays`, or with `update`.
+    experts in "placement", adapters in "lora": gradients with respect to "params" leave these out. Biases, the router
+    and weights that are floats are in "params". Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the
+    variables under the names of `Experts.arrays`, or with `update`.
 
     `axes`: if given, variables are boxed with their partitioning (`nn.Partitioned`), as by `nn.with_partitioning`:
     `nn.scan` and `nn.vmap` then need `metadata_params={nn.PARTITION_NAME: ...}`.
@@ -122,7 +121,7 @@ class MoE(nn.Module):
         given = self._arguments()
         self.resolved = given
         starting = self.is_initializing()
-        stored = {} if starting else {n: nn.meta.unbox(a) for n, a in self.variables.get("quantized", {}).items()}
+        stored = {} if starting else _arrays_of(self.variables, given.format)
         abstract, form = _abstract(given, stored)
         self.num_shards = form.num_shards
 
@@ -137,7 +136,7 @@ class MoE(nn.Module):
             # Flax evaluates `init` again when the layer is called, for its shape only.
             value = drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
             init = boxed(lambda *_, value=value: value, names[name])
-            kind = _collection(name)
+            kind = _collection(name, given.format)
             array = nn.meta.unbox(self.param(name, init) if kind == "params" else self.variable(kind, name, init).value)
             of_placement = kind == "placement"  # its shapes depend on the number of ranks
             arrays[name] = array if of_placement else _checked(name, array, like, inner(abstract).layout)
@@ -237,8 +236,9 @@ class MoE(nn.Module):
         Raises:
             TypeError, ValueError: no variables of a layer with these arguments.
         """
-        named = _arrays_of(variables)
-        abstract, _ = _abstract(self._arguments(), named)
+        given = self._arguments()
+        named = _arrays_of(variables, given.format)
+        abstract, _ = _abstract(given, named)
         if missing := sorted({*abstract.arrays()} - {*named}):
             raise ValueError(f"`variables` (with {sorted(named)}) must have {missing[0]!r}, as those of this layer do")
         return abstract.with_arrays(named)
@@ -254,8 +254,9 @@ class MoE(nn.Module):
         held = jax.tree.map(place_like, old_held, held)
         new = {name: dict(collection) for name, collection in variables.items()}
         for name, array in held.arrays().items():
-            old = new[_collection(name)][name]
-            new[_collection(name)][name] = old.replace_boxed(array) if isinstance(old, nn.meta.AxisMetadata) else array
+            kind = _collection(name, inner(held).format)
+            old = new[kind][name]
+            new[kind][name] = old.replace_boxed(array) if isinstance(old, nn.meta.AxisMetadata) else array
         return new
 
     @nn.nowrap
@@ -310,23 +311,24 @@ class MoE(nn.Module):
         Raises:
             TypeError, ValueError: as `held`, and as `Experts.update`.
         """
-        given, named = self._arguments(), _arrays_of(variables)
-        return self.hold(variables, updated(self.held(variables), new, _abstract(given, named)[1]))
+        given = self._arguments()
+        form = _abstract(given, _arrays_of(variables, given.format))[1]
+        return self.hold(variables, updated(self.held(variables), new, form))
 
 
-def _collection(name: str) -> str:
+def _collection(name: str, format: Format) -> str:
     if name in PLACEMENT_ARRAYS:
         return "placement"
-    return "params" if name.endswith("bias") or name in MASTER_ARRAYS else "quantized"
+    return "params" if is_trained(name, format) else "quantized"
 
 
-def _arrays_of(variables: Any) -> dict[str, Any]:
+def _arrays_of(variables: Any, format: Format) -> dict[str, Any]:
     """The arrays of experts and of their placement in a layer's variables, by name."""
     check_instance("variables", variables, Mapping, "a mapping of the layer's collections")
     found = {}
     for kind in ("params", "quantized", "placement"):
         for name, array in variables.get(kind, {}).items():
-            if not isinstance(array, Mapping) and _collection(name) == kind:
+            if not isinstance(array, Mapping) and _collection(name, format) == kind:
                 found[name] = nn.meta.unbox(array)
     return found
 

@@ -18,7 +18,7 @@ from jmx.numerics.layouts import LAYOUTS
 from jmx.parallel.experts_form import AnyExperts, Form, one_device
 from jmx.parallel.module_axes import check_module_axes
 from jmx.qat import QAT, MasterExperts
-from jmx.qat.masters import check_of_layer
+from jmx.qat.masters import MASTER_ARRAYS, check_of_layer
 from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
@@ -97,6 +97,11 @@ class Arguments:
             if arguments.lora is not None:
                 raise ValueError(f"`lora` (={arguments.lora}) must be None for a layer with `qat`")
             check_undivided(arguments.axes, arguments.spare_experts, "master weights")
+        elif arguments.format.is_float and arguments.spare_experts:
+            raise ValueError(
+                f"`spare_experts` (={arguments.spare_experts}) must be 0 for experts in {arguments.format.name!r}, of "
+                "which copies would be trained apart"
+            )
         if arguments.lora is not None:
             check_undivided(arguments.axes, arguments.spare_experts, "experts with adapters")
             check_targets("lora.targets", arguments.lora.targets, arguments.gate_up_order is not None)
@@ -143,6 +148,11 @@ class Arguments:
             experts = qat.masters(experts)
         check_of_layer(experts, qat, **wanted)
         return experts
+
+
+def is_trained(name: str, format: Format) -> bool:
+    """Whether the array of experts called `name` is trained: biases, master weights, and weights that are floats."""
+    return name.endswith("bias") or name in MASTER_ARRAYS or (format.is_float and name.endswith("_values"))
 
 
 def check_undivided(axes: Mapping[str, Any] | None, spare_experts: int, what: str) -> None:

@@ -12,7 +12,7 @@ from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes
 from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
-from jmx.module_arguments import Arguments, check_undivided
+from jmx.module_arguments import Arguments, check_undivided, is_trained
 from jmx.module_call import (
     call,
     call_counts,
@@ -61,10 +61,11 @@ class CorrectionBias(nnx.Variable):
     """A bias of the choice of experts, updated by load balancing, not by gradients."""
 
 
-def _kind(name: str) -> type[nnx.Variable]:
+def variable_of(name: str, format: Format) -> type[nnx.Variable]:
+    """The type of the variable of an array of experts of that format, or of their placement, by its name."""
     if name in PLACEMENT_ARRAYS:
         return PlacementArray
-    return nnx.Param if name.endswith("bias") or name in MASTER_ARRAYS else Quantized
+    return nnx.Param if is_trained(name, format) else Quantized
 
 
 def _metadata(*names: MeshAxes) -> dict[str, Any]:
@@ -91,7 +92,8 @@ class MoE(nnx.Module):
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: sizes.
-        format: block format of the expert weights, or its name in `jmx.FORMATS`.
+        format: format of the expert weights, or its name in `jmx.FORMATS`. Those of floats, such as "bfloat16", are not
+            quantized, and are trained: variables of the type `nnx.Param`.
         activation: gated if and only if `gate_up_order` is not None; or its name in `jmx.ACTIVATIONS`.
         bias: whether experts have biases.
         gate_up_order: as `jmx.Experts` has it, None for un-gated experts; "auto" is that of
@@ -206,7 +208,7 @@ class MoE(nnx.Module):
         self.form = nnx.static(form)
         names = form_names(held, weight_axes(given.axes), jax.sharding.get_abstract_mesh().shape)
         for name, array in held.arrays().items():
-            setattr(self, name, _kind(name)(_placed(array, names[name]), **_metadata(*names[name])))
+            setattr(self, name, variable_of(name, given.format)(_placed(array, names[name]), **_metadata(*names[name])))
         self.skeleton = nnx.static(held.with_arrays({}))  # all but the arrays
         self.adapter_skeleton = nnx.static(None)
         self.adapt(given.initial_adapters(rngs.params, held))

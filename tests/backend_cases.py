@@ -42,6 +42,8 @@ ROUNDED_INPUTS = 5
 ROUNDED_INPUTS_OF_FEW = 10
 ROUNDED = "fp8_token"  # inputs of backends that take none of 16 bits
 STATIC_SCALES = (jnp.float32(0.02), jnp.float32(0.05))  # of both products' inputs
+# And where outputs of the first product of float experts are, before the activation: 3.4e-3 to 4.4e-3 in nine draws.
+ROUNDED_H = 2
 ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, too
 # And where weights are: 8 bits do not hold an integer, or e4m3, times a scale of 8 bits. All four roundings, in numpy,
 # gave 3.4e-3 on the average of integers of 8 bits, and 3.7e-3 at most of 240 layers.
@@ -385,6 +387,7 @@ def assert_agrees(backend: str, case: Case, y: Any, expected: Any, factor: float
     factor *= ON_INPUT if case.weights_on == "input" else 1
     format = FORMATS[case.format]
     rounds = backend in TAKES and format.scale_dtype.itemsize > 1 and format.block_size != WHOLE_ROW
+    factor *= ROUNDED_H if format.is_float and case.dtype == "bfloat16" else 1
     factor *= ROUNDED_WEIGHTS if rounds else 1
     factor *= ROUNDED_FLOAT16 if case.dtype == "float16" and TAKES.get(backend) == "bfloat16" else 1
     if backend == "mosaic_fp8":

@@ -15,6 +15,7 @@ KINDS = [
     "int8_g64_asym_order",
     "fp8_channel",
     "fp8_block",
+    "bfloat16",
 ]
 
 
@@ -27,6 +28,8 @@ def by_column(blocks: np.ndarray, format: Format, columns: int) -> np.ndarray:
 def dequantized(q: BlockScaled, format: Format) -> np.ndarray:
     """A canonical host weight, columns in the order of inputs."""
     values = q.values.astype(np.float64)
+    if format.is_float:
+        return values
     columns = values.shape[-1]
     if q.zero_points is not None:
         values -= by_column(q.zero_points.astype(np.float64), format, columns)
@@ -42,7 +45,7 @@ def dequantized(q: BlockScaled, format: Format) -> np.ndarray:
 
 def with_odd_scales(rng: np.random.Generator, q: BlockScaled) -> BlockScaled:
     """A packed weight with scales that are no powers of two, where its format has such."""
-    if q.scales.dtype != jnp.uint8:
+    if q.scales is not None and q.scales.dtype != jnp.uint8:
         odd = rng.uniform(0.5, 1, q.scales.shape)
         q = q._replace(scales=(q.scales.astype(jnp.float32) * odd).astype(q.scales.dtype))
     if q.global_scales is not None:

@@ -1,6 +1,7 @@
 """The kernels for float weights compiled for an H200 that is not here: what they cost, by their compiler's report."""
 
 import re
+from functools import partial
 
 import aot
 import jax
@@ -10,8 +11,10 @@ from registers import assert_registers
 from sass import hazards, is_wgmma, parse
 
 import jmx
-from jmx.floats import grouped_dot
-from jmx.pallas.float_sm90.config import Config, heuristic
+from jmx.pallas.float_sm90.blocks import Groups
+from jmx.pallas.float_sm90.config import Config, Launch, heuristic
+from jmx.pallas.float_sm90.outer import outer
+from jmx.pallas.float_sm90.product import product
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.training import MasterExperts
 
@@ -20,6 +23,8 @@ SIZES = [  # experts, outputs and inputs of a product
     pytest.param(128, 1536, 2048, id="qwen3-30b-a3b", marks=pytest.mark.slow),
     pytest.param(4, 64, 128, id="small", marks=pytest.mark.slow),
 ]
+
+MIXED = (("float32", jnp.bfloat16), ("float16", jnp.bfloat16), ("float16", jnp.float16))
 
 
 def assert_sound(kernel: aot.Kernel, config: Config) -> None:
@@ -36,16 +41,17 @@ def assert_sound(kernel: aot.Kernel, config: Config) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("num_experts", "outputs", "inputs"), SIZES)
 def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, outputs, inputs, dtype, capfd):
-    rows = jax.ShapeDtypeStruct((999, inputs), dtype)  # a copy makes them a multiple of 8
+    rows, d = (jax.ShapeDtypeStruct((1000, size), dtype) for size in (inputs, outputs))
     weights = jax.ShapeDtypeStruct((num_experts, outputs, inputs), dtype)
     sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
 
-    def gradients(rows, weights, sizes):
-        return jax.grad(lambda rows, weights: jnp.square(grouped_dot(rows, weights, sizes)).sum(), (0, 1))(
-            rows, weights
-        )
+    def products(rows, d, weights, sizes):
+        groups, launch = Groups.of(sizes), partial(Launch.of, dtype=jnp.float32, num_cores=132)
+        forward = product(rows, weights, groups, launch(outputs), transposed=False)
+        transposed = product(d, weights, groups, launch(inputs), transposed=True)
+        return forward, transposed, outer(d, rows, groups, launch(inputs))
 
-    _, kernels = aot.kernels_for_h200(capfd, gradients, rows, weights, sizes)
+    _, kernels = aot.kernels_for_h200(capfd, products, rows, d, weights, sizes)
     found = {}
     for kernel in kernels:
         found[re.findall(r"function '(float\w*?)_block_n", kernel.report)[0]] = kernel
@@ -68,6 +74,32 @@ def test_a_training_step_of_master_weights_multiplies_by_kernels():
     x = jax.ShapeDtypeStruct((300, 128), jnp.bfloat16)
     ids, weights = (jax.ShapeDtypeStruct((300, 2), dtype) for dtype in (jnp.int32, jnp.float32))
     compiled = aot.compile_for_h200(jax.value_and_grad(loss), masters, x, ids, weights)
+    text = compiled.as_text()
+    assert text is not None
+    assert re.findall(r'custom_call_target="(\w+)"', text) == ["mosaic_gpu_v2"] * 5
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [("bfloat16", jnp.bfloat16), *(pytest.param(f, d, marks=pytest.mark.slow) for f, d in MIXED)],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_training_step_of_float_experts_multiplies_by_kernels(format, dtype, stacked):
+    """Both products, `down` transposed, and the gradients of both weights."""
+
+    def loss(experts, x, ids, weights):
+        experts = experts.layer(1) if stacked else experts
+        y = jmx.moe(x, jmx.Routing(ids, weights), experts, activation="swiglu")
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    def experts():
+        one = jmx.Experts.random(jax.random.key(0), 8, 128, 192, gate_up_order="interleaved", format=format)
+        return jmx.Experts.stack([one, one]) if stacked else one
+
+    x = jax.ShapeDtypeStruct((300, 128), dtype)
+    ids, weights = (jax.ShapeDtypeStruct((300, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    compiled = aot.compile_for_h200(jax.value_and_grad(loss), jax.eval_shape(experts), x, ids, weights)
     text = compiled.as_text()
     assert text is not None
     assert re.findall(r'custom_call_target="(\w+)"', text) == ["mosaic_gpu_v2"] * 5

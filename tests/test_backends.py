@@ -159,14 +159,16 @@ def test_other_formats_are_all_that_a_backend_takes():
     found = {backend.name: set() for backend in registered_backends()}
     for name, case in other_formats(jmx.Environment.named("h200")):
         found[name].add((case.format, case.input_format))
+    unquantized = {name for name, format in FORMATS.items() if format.is_float}
     by_row = {"fp8_static", "fp8_token", "int8_token"}  # those whose scales no order of columns disturbs
     assert found["mosaic"] == {
         (format, inputs)
-        for format, inputs in itertools.product(FORMATS.keys() - {"mxfp8"}, (None, *INPUT_FORMATS))
+        for format, inputs in itertools.product(FORMATS.keys() - {"mxfp8", *unquantized}, (None, *INPUT_FORMATS))
         if inputs in (None, *by_row) or (inputs != "fp8_block" and not format.endswith("_order"))
     }
     floats = ["mxfp4", "fp8_tensor", "fp8_channel", "fp8_block"]
     assert found["mosaic_fp8"] == {*itertools.product(floats, ["fp8_static", "fp8_token", "fp8_block"])}
+    assert found["mosaic_float"] == {(format, None) for format in unquantized}
     assert found["xla"] == {*itertools.product(FORMATS, (None, *INPUT_FORMATS))}
     assert {("nvfp4", None), ("int4_g64_asym_order", None)} < found["triton"]
 

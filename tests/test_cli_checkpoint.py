@@ -73,23 +73,27 @@ def test_float_experts_are_explained_as_rounded(family, format, tmp_path, rng, e
     assert expected.items() <= found["problem"].items()
     assert found["rounded_from"] == dtype
     assert found["chosen"] is not None
-    assert found["unquantized"] == "XLA (shape: weights of (64, 96) are no multiples of 64)"
+    reason = "shape, intermediate_size (=96) must be a multiple of 64, a tile"
+    assert found["unquantized"] == f"xla (mosaic_float: {reason})"
     code, out, err = explain(path, *flags)
     assert (code, err) == (0, "")
     first = out.splitlines()[0]
     assert first.startswith(f"the checkpoint's experts are {dtype}: explained as quantized to {weights}")
     assert (f"jmx convert --quantize {weights}" in first) == (weights in quantizing.WRITABLE)
-    assert f"as floats they are multiplied by {found['unquantized']}" in out.splitlines()
+    assert f"as floats they run on {found['unquantized']}" in out.splitlines()
     assert "top-3 of 5 experts, H=64, I=96" in out
 
 
 @pytest.mark.parametrize(
-    ("device", "engine"), [("h200", "the kernels float_sm90"), ("cpu", "XLA (platform: this is 'cpu', not 'gpu')")]
+    ("device", "engine"),
+    [("h200", "mosaic_float"), ("cpu", "xla (mosaic_float: platform, platform is 'cpu', not 'gpu')")],
 )
-def test_what_multiplies_experts_that_stay_floats(device, engine, tmp_path, rng, explain):
+def test_what_runs_experts_that_stay_floats(device, engine, tmp_path, rng, explain):
     path = made(tmp_path / "in", "qwen3_moe", rng)
     (found,) = json.loads(explain(path, "--device", device, "--intermediate", "128", "--json")[1])
     assert found["unquantized"] == engine
+    flags = ["--device", device, "--intermediate", "128", "--format", "bfloat16", "--json"]
+    assert json.loads(explain(path, *flags)[1])[0]["chosen"] == engine.partition(" ")[0]
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", None])

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from examples.fine_tune import fine_tune, random_adapters, read_tokens
 from examples.train import bits_per_byte
 from jmx.models import load
-from jmx.models.float_moe import FloatMoE
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "gpt_oss_demo"
@@ -70,7 +69,7 @@ def test_adapters_over_its_experts_learn_as_over_experts_in_bfloat16(backend, tm
     model = load(DEMO, dtype=jnp.bfloat16, backend=backend)
     adapters = random_adapters(model)
     in_floats = load(float_gpt_oss(tmp_path / "floats", source=DEMO)[0], dtype=jnp.bfloat16)
-    assert all(isinstance(layer.moe, FloatMoE) and layer.moe.down.dtype == jnp.bfloat16 for layer in in_floats.layers)
+    assert all(layer.moe.experts.format.name == "bfloat16" for layer in in_floats.layers)
     losses, of_floats = (np.asarray(fine_tune(its, adapters, tokens, steps)) for its in (model, in_floats))
     first, last = (float(np.mean(its)) for its in (of_floats[:5], of_floats[-5:]))
     print(

@@ -1,5 +1,4 @@
-"""Grouped products of float weights: which engine multiplies them, and what is around the kernels for Hopper; the
-kernels themselves on a Hopper GPU."""
+"""The kernels for float weights: their blocks, schedules and sizes of tiles; themselves on a Hopper GPU."""
 
 import dataclasses
 
@@ -7,49 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_grouped_dot import SIZES, assert_close, data, exact, inner
+from test_grouped_dot import SIZES, assert_close, exact
 
-from jmx import Environment, Reason
-from jmx.floats import grouped_dot, rejection
-from jmx.pallas.float_sm90 import grouped
+from jmx import Environment
 from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
 from jmx.pallas.float_sm90.config import Config, Launch, deepest, heuristic
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.float_sm90.product import Schedule, product
 from jmx.pallas.sm90.config import SHARED_MEMORY
-from jmx.perf.shapes import MODELS
 
-HOPPER = Environment.named("h200")
 KERNEL_SIZES = SIZES | {"many": [513, 0, 1, 64, 63, 65, 200], "aligned": [64, 128, 8, 256], "ones": [1] * 9}
-
-
-# Which engine
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "sizes", "reason", "message"),
-    [
-        ("cpu", "bfloat16", (64, 64), Reason.PLATFORM, "'cpu'"),
-        ("a100", "bfloat16", (64, 64), Reason.COMPUTE_CAPABILITY, "(8, 0)"),
-        ("b200", "bfloat16", (64, 64), Reason.COMPUTE_CAPABILITY, "(10, 0)"),
-        ("h200", "float32", (64, 64), Reason.DTYPE, "'float32'"),
-        ("h200", "bfloat16", (96, 64), Reason.SHAPE, "(96, 64)"),
-        ("h100", "float16", (64, 72), Reason.SHAPE, "(64, 72)"),
-    ],
-)
-def test_rejected_weights(device, dtype, sizes, reason, message):
-    found = rejection(dtype, sizes, Environment.named(device))
-    assert found is not None
-    assert found.reason is reason
-    assert message in found.detail
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_of_published_models_are_multiplied(model, dtype):
-    shape = MODELS[model]
-    for sizes in ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)):
-        assert rejection(dtype, sizes, HOPPER) is None
 
 
 # Blocks, schedules and sizes of tiles
@@ -59,7 +25,7 @@ def test_weights_of_published_models_are_multiplied(model, dtype):
 @pytest.mark.parametrize("name", KERNEL_SIZES)
 def test_blocks_write_each_row_once_and_begin_where_tma_reads(name, block_m):
     sizes = np.array(KERNEL_SIZES[name], np.int32)
-    blocks = RowBlocks.of(jnp.asarray(sizes), int(sizes.sum()), block_m)
+    blocks = RowBlocks.of(Groups.of(jnp.asarray(sizes)), int(sizes.sum()), block_m)
     ends = np.cumsum(sizes)
     number = int(blocks.number[0])
     assert number <= len(blocks.groups)
@@ -103,146 +69,6 @@ def test_wrong_configurations(change):
         dataclasses.replace(Config(256, 2, 4), **change)
 
 
-# Around the kernels, on any machine: their contracts in numpy in their places
-
-
-def emulated_product(rows, weights, sizes, its, *, transposed):
-    """As `product.product` says; rows of no group are NaN."""
-    assert its.num_cores == HOPPER.core_count
-    assert len(rows) % 8 == 0
-
-    def run(rows, weights, sizes):
-        out = np.full((len(rows), weights.shape[2 if transposed else 1]), np.nan)
-        group = np.repeat(np.arange(len(sizes)), sizes)
-        dims = "rn,rnk->rk" if transposed else "rk,rnk->rn"
-        out[: len(group)] = np.einsum(dims, rows[: len(group)], weights[group])
-        return out
-
-    return called(run, (len(rows), weights.shape[2 if transposed else 1]), its.dtype, rows, weights, sizes)
-
-
-def emulated_outer(d, rows, groups, its):
-    """As `outer.outer` says."""
-    assert its.num_cores == HOPPER.core_count
-    assert len(rows) == len(d)
-    assert len(rows) % 8 == 0
-
-    def run(d, rows, aligned, starts, ends):
-        del aligned
-        mine = [slice(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
-        return np.stack([d[each].T @ rows[each] for each in mine])
-
-    return called(run, (len(groups.starts), d.shape[1], rows.shape[1]), its.dtype, d, rows, *groups)
-
-
-def called(run, shape, dtype, *arrays):
-    """`run` of numpy arrays, floats in 64 bits."""
-
-    def in_numpy(*arrays):
-        wide = (np.asarray(a) if a.dtype == np.int32 else np.asarray(a, np.float64) for a in arrays)
-        return run(*wide).astype(dtype)
-
-    return jax.pure_callback(in_numpy, jax.ShapeDtypeStruct(shape, dtype), *arrays, vmap_method="sequential")
-
-
-@pytest.fixture
-def emulated(monkeypatch):
-    monkeypatch.setattr(grouped, "product", emulated_product)
-    monkeypatch.setattr(grouped, "outer", emulated_outer)
-    monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: HOPPER))
-
-
-def widened(sizes, rows, weights, d):
-    """`data` with sizes that the kernels take."""
-    return sizes, *(jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % 64)]) for a in (rows, weights, d))
-
-
-def wide_data(rng, name, dtype="bfloat16"):
-    sizes, rows, weights, d = widened(*data(rng, name, dtype))
-    return sizes, rows, jnp.pad(weights, [(0, 0), (0, -weights.shape[1] % 64), (0, 0)]), d
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SIZES)
-def test_products_and_gradients_around_the_kernels(name, dtype, rng, emulated):
-    sizes, rows, weights, d = wide_data(rng, name, dtype)
-    products, drows, dweights = exact(sizes, rows, weights, d)
-    got = jax.jit(grouped_dot)(rows, weights, sizes)
-    assert got.dtype == jnp.float32
-    assert got.shape == (len(rows), weights.shape[1])
-    assert_close(got[: len(products)], products, "bfloat16")
-    with_gradients = lambda rows, weights: inner(sizes, d, grouped_dot)(rows, weights)  # noqa: E731
-    got = jax.jit(jax.grad(with_gradients, (0, 1)))(rows, weights)
-    assert [part.dtype for part in got] == [rows.dtype, weights.dtype]
-    assert_close(got[0], drows, "bfloat16")
-    assert_close(got[1], dweights, "bfloat16")
-
-
-@pytest.mark.parametrize("transform", ["remat", "scan", "vmap", "shard_map", "frozen"])
-def test_transformations_around_the_kernels(transform, rng, emulated):
-    sizes, rows, weights, d = wide_data(rng, "even")
-    loss = inner(sizes, d, grouped_dot)
-    expected = jax.grad(loss, (0, 1))(rows, weights)
-    if transform == "remat":
-        got = jax.grad(jax.checkpoint(loss), (0, 1))(rows, weights)
-    elif transform == "scan":
-        stacked = jax.grad(
-            lambda rows, many: jax.lax.scan(lambda c, w: (c + loss(rows, w), None), 0.0, many)[0], (0, 1)
-        )
-        got = stacked(rows, weights[None])
-        got = got[0], got[1][0]
-    elif transform == "vmap":
-        each = jax.vmap(jax.grad(loss, (0, 1)), (0, None))(jnp.stack([rows, rows]), weights)
-        got = tuple(part[1] for part in each)
-    elif transform == "shard_map":
-        mesh = jax.make_mesh((1,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
-        spec = jax.sharding.PartitionSpec("experts")
-        mapped = jax.shard_map(grouped_dot, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
-        divided = inner(sizes, d, mapped)
-        got = jax.jit(jax.grad(divided, (0, 1)))(rows, weights)
-    else:
-        texts = [jax.jit(jax.grad(loss, which)).lower(rows, weights).compile().as_text() or "" for which in ((0, 1), 0)]
-        # The product itself is not needed.
-        assert [text.count("custom_call_target=") for text in texts] == [2, 1]
-        return
-    for part, whole in zip(got, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(part, np.float32), np.asarray(whole, np.float32), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.devices(2)
-@pytest.mark.parametrize("engine", ["kernels", "xla"])
-def test_devices_with_their_own_rows_add_up_the_gradients_of_shared_weights(engine, rng, request):
-    if engine == "kernels":
-        request.getfixturevalue("emulated")
-    sizes, rows, weights, d = wide_data(rng, "even")
-    expected = jax.grad(inner(sizes, d, grouped_dot), (0, 1))(rows, weights)
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-
-    def loss(rows, weights):
-        def local(rows, weights, sizes, d):
-            return (grouped_dot(rows, weights, sizes[0]) * d).sum()[None]
-
-        specs = (spec("rows"), spec(), spec("rows"), spec("rows"))
-        own = jnp.array([[5, 5, 0, 0], [0, 0, 5, 5]], jnp.int32)  # of the 20 rows of `sizes`
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec("rows"))(rows, weights, own, d).sum()
-
-    for got, whole in zip(jax.jit(jax.grad(loss, (0, 1)))(rows, weights), expected, strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(whole, np.float32), rtol=2e-2, atol=2e-2)
-
-
-def test_weights_that_xla_divides_are_multiplied_by_xla(rng, emulated, monkeypatch):
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
-    sizes, rows, weights, _ = wide_data(rng, "even")
-    monkeypatch.setattr(grouped, "product", None)  # not called
-    auto = jax.make_mesh((2,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
-    expected = exact(sizes, rows, weights, jnp.zeros((len(rows), weights.shape[1])))[0]
-    with jax.set_mesh(auto):
-        got = jax.jit(grouped_dot)(rows, weights, sizes)
-    assert_close(got, expected, "bfloat16")
-
-
 # On a Hopper GPU
 
 
@@ -270,9 +96,9 @@ def test_kernels_on_a_gpu(name, dtype, result, warpgroups, rng):
             for size in (n, k)
         ]
         bound = "float32" if result == "float32" else "bfloat16"
-        got = product(rows, weights, sizes, its[0], transposed=False)
+        got = product(rows, weights, Groups.of(sizes), its[0], transposed=False)
         assert_close(got[:used], products, bound)
-        got = product(d, weights, sizes, its[1], transposed=True)
+        got = product(d, weights, Groups.of(sizes), its[1], transposed=True)
         assert_close(got[:used], drows[:used], bound)
         got = outer(d, rows, Groups.of(sizes), its[1])
         assert_close(got, dweights, bound)

@@ -14,6 +14,7 @@ from dequantized import KINDS
 
 import jmx
 from jmx.numerics.formats import (
+    FLOATS,
     FORMATS,
     MXFP4,
     NVFP4,
@@ -31,7 +32,9 @@ from jmx.numerics.quantization import dequantize, random
 from jmx.numerics.resizing import pad, unpad
 
 SHAPE = (2, 6, 256)
+QUANTIZED = {name: format for name, format in FORMATS.items() if not format.is_float}
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+every_quantized_format = pytest.mark.parametrize("format", QUANTIZED.values(), ids=QUANTIZED)
 every_kind = pytest.mark.parametrize("format", [FORMATS[name] for name in ("mxfp4", *KINDS)], ids=["mxfp4", *KINDS])
 
 
@@ -40,7 +43,7 @@ def key(rng):
     return jax.random.key(rng.integers(2**31))
 
 
-@every_format
+@every_quantized_format
 def test_pack_and_unpack_are_inverse(format, key):
     q = random(key, SHAPE, format)
     assert is_packed(q)
@@ -60,7 +63,7 @@ def test_pack_and_unpack_are_inverse(format, key):
         assert_same_bits(other, q)
 
 
-@every_format
+@every_quantized_format
 def test_the_even_element_is_in_the_low_nibble(format, key):
     q = jax.tree.map(np.asarray, random(key, SHAPE, format))
     values = bits(unpack(q, format).values)
@@ -116,7 +119,7 @@ def test_pad_and_unpad_are_inverse(format, packed, shape, key):
     q = random(key, SHAPE, format)
     q = q if packed else unpack(q, format)
     padded = pad(q, shape, format)
-    assert is_packed(padded) == packed
+    assert is_packed(padded) == (packed and not format.is_float)
     assert logical_shape(padded, format) == (2, *shape)
     values = np.array(dequantize(padded, jnp.float32, format))
     np.testing.assert_array_equal(values[:, :6, :256], dequantize(q, jnp.float32, format))
@@ -140,6 +143,23 @@ def test_a_format_describes_its_arrays(format, key):
         assert [name for name, array in weight._asdict().items() if array is not None] == list(format.arrays)
     assert format.bytes((5, 6, 384)) == sum(array.nbytes for array in jax.tree.leaves(packed))
     assert hash(format) == hash(FORMATS[format.name])
+
+
+@pytest.mark.parametrize("format", FLOATS, ids=lambda format: format.name)
+def test_floats_have_one_form_without_scales(format, key):
+    q = random(key, SHAPE, format)
+    assert q.scales is None
+    assert q.values.dtype == format.element_dtype
+    assert not is_packed(q)
+    assert pack(q) is unpack(q, format) is q
+    assert logical_shape(q, format) == SHAPE
+    assert format.bytes(SHAPE) == q.values.nbytes
+    assert format.elements_in_a_byte == 1
+    assert format.whole_size(7) == 7
+    with pytest.raises(ValueError, match="must have elements of at most 8 bits"):
+        format.elements()
+    with pytest.raises(TypeError, match=r"`scales` \(dtype float32\) must be None for canonical"):
+        logical_shape(q._replace(scales=jnp.ones((2, 6, 1))), format)
 
 
 def test_names_are_those_of_the_field():

@@ -28,8 +28,7 @@ from jmx.checkpoint.quantizing import FloatExperts
 from jmx.lora import Adapters, LoRA, merge
 from jmx.lora.forms import fused
 from jmx.models import Model, Runner, Sampler, from_source, load, memory, save
-from jmx.models.adapters import open_adapter
-from jmx.models.float_moe import FloatMoE, abstract_experts, random_experts
+from jmx.models.adapters import abstract_experts, open_adapter
 from jmx.models.loading import file_source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer
@@ -101,16 +100,16 @@ def merged(model: Model, adapters: dict[int, Adapters], order: str) -> Model:
 
     for number, its in adapters.items():
         moe = model.layers[number].moe
-        if isinstance(moe, FloatMoE):
-            both = fused(its, abstract_experts(*moe.down.shape, order)).by_target()
+        experts = moe.experts
+        if experts.format.is_float and order == "interleaved":  # of the adapters, not of these experts
+            both = fused(its, abstract_experts(*experts.down.values.shape, order)).by_target()
             deltas = {role: each.scale * jnp.matmul(each.b, each.a, precision="highest") for role, each in both.items()}
-            weights = moe.gate_up[...] + gate_first(deltas["gate_up"]), moe.down[...] + deltas["down"]
-            biases = [None if bias is None else bias[...] for bias in (moe.gate_up_bias, moe.down_bias)]
+            weights = experts.gate_up.values + gate_first(deltas["gate_up"]), experts.down.values + deltas["down"]
+            biases = [experts.gate_up_bias, experts.down_bias]
         else:
-            gate_up, down = merge(moe.experts, its, dtype=jnp.float32)
+            gate_up, down = merge(experts, its, dtype=jnp.float32)
             weights = gate_first(gate_up), down
-            bias = moe.experts.gate_up_bias
-            biases = [None if bias is None else gate_first(bias), moe.experts.down_bias]
+            biases = [None if experts.gate_up_bias is None else gate_first(experts.gate_up_bias), experts.down_bias]
         model.layers[number].moe = model.make_moe(FloatExperts(*weights, *biases), nnx.Rngs(0))
     return model
 
@@ -149,23 +148,22 @@ def test_greedy_tokens_are_those_of_merged_weights(base, form, folder, tmp_path,
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shared", [(), ("a",), ("b",), ("a", "b")])
 def test_adapters_of_float_experts_are_rounded_to_the_tokens_dtype_and_may_be_shared(shared, dtype, rng):
-    sizes, routing = (4, 64, 32), jmx.SoftmaxTopK(2, renormalize=True)
-    like = LoRA(3, 6, shared=shared).random(jax.random.key(0), abstract_experts(*sizes, "concatenated"))
+    options: dict[str, Any] = {"gate_up_order": "concatenated", "format": jnp.dtype(dtype).name, "bias_dtype": dtype}
+    experts = jmx.Experts.random(jax.random.key(int(rng.integers(2**31))), 4, 64, 32, **options)
+    like = LoRA(3, 6, shared=shared).random(jax.random.key(0), experts)
     adapters = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 4, jnp.float32), like)
-    floats = random_experts(*sizes, bias=True, dtype=dtype, rngs=nnx.Rngs(int(rng.integers(2**31))))
     x, logits = (jnp.asarray(rng.normal(size=(9, columns)), dtype) for columns in (64, 4))
 
-    def layer(adapters, floats=floats):
-        moe = FloatMoE(floats, jmx.SwiGLU(), routing)
-        if adapters is not None:
-            moe.adapt(adapters)
-        return moe(x, logits)
+    def layer(adapters: Adapters | None, experts: jmx.Experts = experts) -> jax.Array:
+        routing = jmx.Logits(logits, jmx.SoftmaxTopK(2, renormalize=True))
+        return jmx.moe(x, routing, experts, activation="swiglu", adapters=adapters)
 
     rounded = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), adapters)
     np.testing.assert_array_equal(layer(adapters), layer(rounded))
-    deltas = {role: each.scale * (each.b @ each.a) for role, each in rounded.by_target().items()}
-    sums = {role: (getattr(floats, role) + delta).astype(dtype) for role, delta in deltas.items()}
-    merged = layer(None, floats._replace(**sums))
+    gate_up, down = (jmx.BlockScaled(w.astype(dtype)) for w in merge(experts, rounded, dtype=jnp.float32))
+    biases = experts.gate_up_bias, experts.down_bias
+    its = jmx.Experts.of(gate_up, down, *biases, gate_up_order="concatenated", format=experts.format)
+    merged = layer(None, its)
     assert relative_error(layer(None), merged) > 0.1
     assert relative_error(layer(adapters), merged) < (1e-5 if dtype == jnp.float32 else 3e-2)
     of_loss = jax.grad(lambda adapters: jnp.square(layer(adapters).astype(jnp.float32)).sum())(adapters)

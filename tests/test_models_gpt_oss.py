@@ -30,7 +30,6 @@ from jmx.checkpoint.gpt_oss.tensor_names import layer_shapes, top_shapes
 from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source
 from jmx.models.cache import bucket, write
-from jmx.models.float_moe import FloatMoE
 from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
 from jmx.selection.environment import Environment
@@ -245,7 +244,7 @@ def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Ge
 def test_floats_without_a_format_stay_floats(one_layer: tuple[Path, Model]) -> None:
     folder, quantized = one_layer
     model = load(folder, dtype=jnp.float32)
-    assert isinstance(model.layers[0].moe, FloatMoE)
+    assert model.layers[0].moe.experts.format.name == "float32"
     tokens, starts = jnp.asarray(GOLDEN["input_ids"][:, 0]), jnp.zeros(2, jnp.int32)
     caches = model.empty_cache(2, 16).layers
     logits, expected = (decode_step(its, tokens, starts, caches)[0] for its in (model, quantized))

@@ -20,7 +20,6 @@ import pytest
 from flax import nnx
 from model_steps import relative_error
 
-import jmx
 from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.gpt_oss import read_config
 from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING
@@ -40,6 +39,7 @@ from jmx.models import (
 )
 from jmx.models.forward import Weights
 from jmx.models.saving import _placed
+from jmx.models.sharded_moe import ShardedMoE
 
 pytestmark = [
     pytest.mark.costly,
@@ -88,9 +88,9 @@ def tokens_of(runner: Runner, steps: int = STEPS) -> list[list[int]]:
 
 
 @functools.cache
-def expected(checkpoint: str, format: str | None) -> tuple[list[list[int]], np.ndarray]:
+def expected(checkpoint: str) -> tuple[list[list[int]], np.ndarray]:
     """The tokens and the logits of one device."""
-    runner = Runner(load(CHECKPOINTS[checkpoint], dtype=jnp.float32, format=format))
+    runner = Runner(load(CHECKPOINTS[checkpoint], dtype=jnp.float32))
     return tokens_of(runner), np.asarray(runner.prefill(PROMPTS)[0])
 
 
@@ -112,14 +112,12 @@ def divided(mesh: str, store: ProgramStore | None = None) -> Runner:
 def test_greedy_tokens_are_those_of_one_device(checkpoint: str, mesh: str) -> None:
     split, path = split_of(mesh), CHECKPOINTS[checkpoint]
     of_files = load(path, dtype=jnp.float32)
-    in_floats = not any(isinstance(getattr(layer, "moe", None), jmx.nnx.MoE) for layer in of_files.layers)
-    format = "fp8_channel" if in_floats and split.intermediate else None
-    options: dict[str, Any] = {"dtype": jnp.float32, "format": format, **over(mesh)}
+    options: dict[str, Any] = {"dtype": jnp.float32, **over(mesh)}
     if of_files.config.num_experts % split.ways("expert"):
         with pytest.raises(ValueError, match=r"must divide `num_experts` \(=6\) of the config evenly"):
             load(path, **options)
         return
-    tokens, logits = expected(checkpoint, format)
+    tokens, logits = expected(checkpoint)
     runner = Runner(load(path, **options))
     assert relative_error(runner.prefill(PROMPTS)[0], logits) <= 2e-5
     assert tokens_of(runner) == tokens
@@ -301,10 +299,14 @@ def test_models_in_floats_and_others_are_not_mistaken(tmp_path: Path) -> None:
     model = load(path, dtype=jnp.float32, **over("ep"))
     save(tmp_path / "model", model)
     found = restore(tmp_path / "model", model.config, dtype=jnp.float32, **over("dp and ep"))
-    assert tokens_of(Runner(found), 2) == expected("mixtral", None)[0][:2]
+    assert tokens_of(Runner(found), 2) == expected("mixtral")[0][:2]
     with pytest.raises(CheckpointError):
         restore(tmp_path / "model", model.config, format="mxfp4", dtype=jnp.float32, **over("ep"))
-    with pytest.raises(ValueError, match=r"`format` \(=None\) must be a format where `axes` divides 'intermediate'"):
-        restore(tmp_path / "model", model.config, dtype=jnp.float32, **over("tp"))
-    with pytest.raises(ValueError, match=r"`axes\['intermediate'\]` .* must be None for experts in floats"):
-        load(path, **over("tp"))
+    for divided in (
+        restore(tmp_path / "model", model.config, dtype=jnp.float32, **over("tp")),
+        load(path, dtype=jnp.float32, **over("tp")),
+    ):
+        moe = divided.layers[0].moe
+        assert isinstance(moe, ShardedMoE)
+        assert isinstance(moe.gate_up_values, nnx.Param)
+        assert tokens_of(Runner(divided), 2) == expected("mixtral")[0][:2]

@@ -28,7 +28,7 @@ from jmx.models import Model, Runner, Sampler, from_source, load, random_source
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import expert_sizes
 from jmx.models.families.qwen3_moe import FAMILY
-from jmx.models.float_moe import FloatMoE
+from jmx.models.float_experts import experts_of
 
 pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
@@ -249,12 +249,11 @@ def test_float_experts_are_the_plain_sum(rng: np.random.Generator) -> None:
     gate_up, down = rng.standard_normal((4, 12, 8)), rng.standard_normal((4, 8, 6))
     x, logits = rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5, 4))
     mask = np.arange(5) < np.array([[3], [5]])
-    layer = FloatMoE(
-        quantizing.FloatExperts(jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)),
-        jmx.SwiGLU(),
-        jmx.SoftmaxTopK(2, renormalize=False),
-    )
-    got = layer(jnp.asarray(x, jnp.float32), jnp.asarray(logits, jnp.float32), mask=jnp.asarray(mask))
+    floats = quantizing.FloatExperts(jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32))
+    logits_and_method = jmx.Logits(jnp.asarray(logits, jnp.float32), jmx.SoftmaxTopK(2, renormalize=False))
+    experts = experts_of(floats, jnp.float32)
+    x32 = jnp.asarray(x, jnp.float32)
+    got = jmx.moe(x32, logits_and_method, experts, activation="swiglu", mask=jnp.asarray(mask))
     expected = np.zeros_like(x)
     for at in np.ndindex(2, 5):
         shares = np.exp(logits[at]) / np.exp(logits[at]).sum()

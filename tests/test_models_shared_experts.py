@@ -1,13 +1,15 @@
 """Parts of a block beside its experts: shared experts, and the bias of the choice of experts."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import jmx
-from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models.float_moe import FloatMoE, random_experts
+import jmx.nnx
 from jmx.models.layers import RMSNorm
 from jmx.models.shared_experts import SharedExperts
 
@@ -44,12 +46,13 @@ def test_shared_experts_are_an_mlp_for_all_tokens(
 
 
 def test_a_correction_bias_changes_the_choice_of_float_experts_and_not_their_weights(rng: np.random.Generator) -> None:
-    experts = random_experts(4, HIDDEN, INTERMEDIATE, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    routing = jmx.SigmoidTopK(1, renormalize=False)
-    layer = FloatMoE(experts, jmx.SwiGLU(), routing, correction_bias=True)
+    options: dict[str, Any] = {"gate_up_order": "concatenated", "format": "float32", "bias": False}
+    experts = jmx.Experts.random(jax.random.key(0), 4, HIDDEN, INTERMEDIATE, **options)
+    of_layer: dict[str, Any] = {"routing": jmx.SigmoidTopK(1, renormalize=False), "router": False, "format": "float32"}
+    layer = jmx.nnx.MoE(HIDDEN, INTERMEDIATE, 4, 1, **of_layer, correction_bias=True, experts=experts, rngs=nnx.Rngs(0))
     x = jnp.asarray(rng.standard_normal((3, HIDDEN)), jnp.float32)
     logits = jnp.asarray(rng.standard_normal((3, 4)), jnp.float32)
-    assert layer.correction_bias is not None
     layer.correction_bias.set_value(jnp.array([0.0, 0.0, 9.0, 0.0]))
-    only = FloatMoE(FloatExperts(experts.gate_up[2:3], experts.down[2:3]), jmx.SwiGLU(), routing)
+    third = jax.tree.map(lambda array: array[2:3], experts)
+    only = jmx.nnx.MoE(HIDDEN, INTERMEDIATE, 1, 1, **of_layer, experts=third, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(layer(x, logits), only(x, logits[:, 2:3]), rtol=1e-5, atol=1e-6)

@@ -208,12 +208,13 @@ def gate_and_up_in_tiles(parts):
     return jnp.stack(halves, axis=2).reshape(len(parts[0]), -1)
 
 
+QUANTIZED = [name for name, format in FORMATS.items() if not format.is_float]
 ON_A_GPU = [
     *CASES,
     *(Case(tokens=tokens, hidden=96, intermediate=160, activation=SMOOTH) for tokens in (2, 17, 2000)),
     Case(tokens=300, hidden=2880, intermediate=2880, num_experts=3),
-    *(Case(tokens=40, hidden=256, intermediate=384, format=name, activation=SMOOTH) for name in FORMATS),
-    *(Case(tokens=600, hidden=256, intermediate=384, format=name, activation=SMOOTH) for name in FORMATS),
+    *(Case(tokens=40, hidden=256, intermediate=384, format=name, activation=SMOOTH) for name in QUANTIZED),
+    *(Case(tokens=600, hidden=256, intermediate=384, format=name, activation=SMOOTH) for name in QUANTIZED),
 ]
 
 

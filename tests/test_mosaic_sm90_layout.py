@@ -136,7 +136,7 @@ def test_every_code_at_every_position_comes_back(spec, rng):
     assert_same(inverse(forward(q, spec), spec), q)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if not FORMATS[name].is_float])
 def test_every_format_comes_back(name):
     """Whatever the bytes: zero points that do not fit their elements, orders without a pattern, codes of NaN (but no
     NaN in scales of 16 and 32 bits, whose payload XLA need not keep)."""

@@ -24,7 +24,7 @@ ORDER = [
     {"selection"},
     {"engines"},
     {"xla", "pallas", "ffi"},
-    {"backends", "floats"},
+    {"backends"},
     {"autodiff"},
     {"lora", "qat"},
     {"parallel"},

@@ -16,6 +16,7 @@ from jax import lax
 
 from jmx.numerics import quantization
 from jmx.numerics.formats import (
+    FLOATS,
     FORMATS,
     FP8_BLOCK,
     MXFP4,
@@ -302,12 +303,32 @@ def test_bad_arguments_are_refused():
 
 # Formats beyond MXFP4
 
-OTHERS = {name: format for name, format in FORMATS.items() if name != "mxfp4"}
+OTHERS = {name: format for name, format in FORMATS.items() if name != "mxfp4" and not format.is_float}
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 other_formats = pytest.mark.parametrize("format", OTHERS.values(), ids=OTHERS)
 quantized_formats = pytest.mark.parametrize(
     "format", [f for f in OTHERS.values() if "order" not in f.arrays], ids=[n for n in OTHERS if "order" not in n]
 )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("format", FLOATS, ids=lambda format: format.name)
+def test_floats_are_rounded_and_saturate_and_nan_stays(format, dtype, rng):
+    most = float(jnp.finfo(dtype).max)
+    x = jnp.asarray([*rng.standard_normal(13), 0.0, -0.0, most, -most, 1e-6], dtype)
+    q = quantize(x, format)
+    its = jnp.finfo(format.element_dtype)
+    wanted = np.clip(np.asarray(x, np.float64), float(its.min), float(its.max)).astype(format.element_dtype)
+    np.testing.assert_array_equal(bits(q.values), bits(jnp.asarray(wanted)))
+    for result in (jnp.float32, jnp.bfloat16):
+        np.testing.assert_array_equal(dequantize(q, result, format), q.values.astype(result))
+    bad = x.at[:2].set(jnp.asarray([jnp.nan, jnp.inf], dtype))
+    with pytest.raises(ValueError, match="2 NaN or infinite values"):
+        quantize(bad, format)
+    kept = np.asarray(quantize(bad, format, nonfinite="nan_block").values, np.float64)
+    assert np.isnan(kept[0])
+    assert np.isposinf(kept[1])
+    np.testing.assert_array_equal(kept[2:], np.asarray(q.values, np.float64)[2:])
 
 
 @other_formats

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if floats is not None:
             print(_rounded(floats, problems[0].format))
-            print(f"as floats they are multiplied by {_unquantized(problems[0], environment)}")
+            print(f"as floats they run on {_unquantized(problems[0], environment)}")
         show(*explanations)
     runs = (explanation.chosen is not None for explanation in explanations)
     exchanges = (its is None or its.call is None or its.chosen is not None for its in divisions)
@@ -118,14 +118,15 @@ def _rounded(floats: str, format: str) -> str:
 
 
 def _unquantized(problem: "Problem", environment: "Environment") -> str:
-    """What multiplies the layer's weights if they stay floats of its dtype, with the reason if that is XLA."""
-    from jmx.floats import NAME, rejection
+    """The backend that runs the layer if its weights stay floats of the dtype of x, and why none before it does."""
+    from jmx.explain import explain_problem
+    from jmx.pallas.float_sm90.backend import MosaicFloat
 
-    hidden, inner = problem.hidden_size, problem.intermediate_size
-    rows = inner if problem.gate_up_order is None else 2 * inner
-    found = (rejection(problem.dtype, sizes, environment) for sizes in ((rows, hidden), (hidden, inner)))
-    why = next((each for each in found if each is not None), None)
-    return f"the kernels {NAME}" if why is None else f"XLA ({why.reason.value}: {why.detail})"
+    floats = {"format": problem.dtype, "layout": "packed", "input_format": None, "padded_from": None}
+    problem = dataclasses.replace(problem.without_padding(), **floats)
+    rejection = MosaicFloat().supports(problem, environment)
+    why = "" if rejection is None else f" ({MosaicFloat.name}: {rejection.reason.value}, {rejection.detail})"
+    return f"{explain_problem(problem, environment).chosen}{why}"
 
 
 def _problems(arguments: argparse.Namespace, environment: "Environment") -> tuple[list["Problem"], str | None]:

@@ -17,7 +17,6 @@ from jmx.cli.model_arguments import size
 from jmx.cli.prompts import Prompt
 from jmx.models import LogProbabilities, Model
 from jmx.models.runner import CHUNK
-from jmx.models.sharded_moe import ShardedMoE
 from jmx.models.text.continuation import Continuation
 
 
@@ -147,9 +146,8 @@ def _table(title: str, entries: Sequence[dict[str, Any]]) -> Table:
 
 
 def explain(model: Model, tokens: int) -> jmx.Explanation | None:
-    """Which backend runs the experts for that number of tokens, and why; None if they are not quantized."""
-    quantized = jmx.nnx.MoE | ShardedMoE
-    moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), quantized)), None)
+    """Which backend runs the experts for that number of tokens, and why; None if there are none."""
+    moe = next((layer.moe for layer in model.layers if hasattr(layer, "moe")), None)
     if moe is None:
         return None
     x = jax.ShapeDtypeStruct((1, tokens, model.config.hidden_size), model.dtype)

@@ -97,3 +97,20 @@ def has_gradients(backend: Backend, problem: Problem, *, weights: bool) -> typin
     if weights:
         return isinstance(backend, WeightGradients) and backend.has_weight_gradients(problem)
     return isinstance(backend, Differentiable)
+
+
+def refuse_weight_gradients(experts: Any) -> None:
+    """Raises TypeError, naming the array, if a gradient of a quantized weight or of a scale of inputs is requested.
+
+    `experts`: with `jax.custom_derivatives.CustomVJPPrimal` in the places of arrays.
+    """
+    for role in ("gate_up", "down"):
+        scale = getattr(experts, f"{role}_input_scale")
+        if scale is not None and scale.perturbed:
+            raise TypeError(f"no gradient of `{role}_input_scale`: inputs are rounded by it, as by a constant")
+        for name, leaf in getattr(experts, role)._asdict().items():
+            if leaf is not None and leaf.perturbed and not experts.format.is_float:
+                raise TypeError(
+                    f"no gradient of `{role}.{name}` ({leaf.value.dtype}): quantized weights have none; "
+                    "differentiate with respect to x, the routing weights or the biases"
+                )

@@ -104,7 +104,7 @@ class Experts:
         rows = intermediate * (1 if gate_up_order is None else 2)
         creation.check_bias("gate_up_bias", gate_up_bias, (*lead, rows))
         creation.check_bias("down_bias", down_bias, (*lead, hidden))
-        layout = "packed" if formats.is_packed(gate_up) else "canonical"
+        layout = "packed" if format.is_float or formats.is_packed(gate_up) else "canonical"
         return cls(gate_up, down, gate_up_bias, down_bias, None, format, gate_up_order, layout, hidden, intermediate)
 
     @classmethod

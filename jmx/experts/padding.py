@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import lcm
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jmx.numerics import resizing
@@ -20,7 +22,7 @@ Resize = Callable[[BlockScaled, tuple[int, int], Format], BlockScaled]
 
 def unit_of(format: Format, input_format: str | None) -> int:
     """The least size that blocks of weights, none of them short, blocks of inputs, and bytes divide."""
-    blocks = [8 // format.element_bits, *[format.block_size] * (format.block_size != WHOLE_ROW)]
+    blocks = [format.elements_in_a_byte, *[format.block_size] * (format.block_size != WHOLE_ROW)]
     if input_format is not None and isinstance(block := INPUT_FORMATS[input_format].block_size, int):
         blocks.append(block)
     return lcm(*blocks)
@@ -98,6 +100,19 @@ def without_rows(experts: Any, role: str, floats: Float[Array, "..."], *, axis: 
     if role == "down":
         return resize_axis(floats, axis, experts.hidden_size)
     return resize_rows(floats, axis, experts.gate_up_order, experts.intermediate_size)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def trained_columns(size: int, weights: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+    """`weights`, of which the columns from `size` on, padding, have no gradient."""
+    return weights
+
+
+def _zeros_after(size: int, residuals: None, d: Float[Array, "*lead K"]) -> tuple[Float[Array, "*lead K"]]:
+    return (jnp.where(jnp.arange(d.shape[-1]) < size, d, 0),)
+
+
+trained_columns.defvjp(lambda size, weights: (weights, None), _zeros_after)
 
 
 def halves_of(gate_up_order: str | None) -> int:

@@ -219,6 +219,8 @@ def _join_columns(q: BlockScaled, format: Format) -> BlockScaled:
         return whole.reshape(*whole.shape[:-2], -1)
 
     def by_block(array: Any) -> Any:
+        if array is None:
+            return None
         return array[0] if format.block_size == WHOLE_ROW else join(array)
 
     order = None
@@ -229,6 +231,6 @@ def _join_columns(q: BlockScaled, format: Format) -> BlockScaled:
         values=join(q.values),
         scales=by_block(q.scales),
         global_scales=None if q.global_scales is None else q.global_scales[0],
-        zero_points=None if q.zero_points is None else by_block(q.zero_points),
+        zero_points=by_block(q.zero_points),
         order=order,
     )

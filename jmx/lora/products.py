@@ -10,12 +10,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmx.lora.adapters import Adapter
+from jmx.engines.by_products import Added
+from jmx.lora.adapters import Adapter, Adapters
 from jmx.util.typing import Array, Float, Int32
 from jmx.xla.dot import precision
 
 
-def added(
+def added_by(adapters: Adapters) -> Added:
+    """What adapters add to the products of a layer. bfloat16 tokens are multiplied by adapters rounded to bfloat16,
+    others by float32 ones."""
+
+    def of(
+        target: str, blocks: Float[Array, "n M K"], expert_of_block: Int32[Array, " n"], dtype: Any
+    ) -> Float[Array, "n M N"] | None:
+        adapter = getattr(adapters, target)
+        return None if adapter is None else _added(adapter, blocks, expert_of_block, dtype)
+
+    return of
+
+
+def _added(
     adapter: Adapter, blocks: Float[Array, "n M K"], expert_of_block: Int32[Array, " n"], dtype: Any
 ) -> Float[Array, "n M N"]:
     """scale * b @ (a @ row) of each row, of `dtype`, in which both products read and write; sums are float32."""

@@ -1,16 +1,18 @@
 """Adapters of a whole model's experts, from PEFT's files to the layers that they are added to."""
 
 import os
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import jmx
 from jmx.backends import registered_backends
 from jmx.checkpoint import peft
 from jmx.lora import Adapters
 from jmx.models.families.choice import family_with
-from jmx.models.float_moe import abstract_experts
+from jmx.models.float_experts import ORDER
 from jmx.models.model_split import ModelSplit
 from jmx.models.sources.protocol import Source
 from jmx.selection.backend import ProductBackend
@@ -27,12 +29,19 @@ def open_adapter(path: str | os.PathLike[str], source: Source) -> peft.Reader:
             layer.num_experts,
             layer.hidden_size,
             layer.intermediate_size,
-            "concatenated" if layer.format is None else layer.gate_up_order,  # as `FloatExperts` have them
+            ORDER if layer.format is None else layer.gate_up_order,
         )
         for number, layer in source.layers.items()
     }
     order = family_with(source.config).gate_up_order or "concatenated"  # as transformers fuses gate and up
     return peft.Reader(path, of_layers, gate_up_order=order)
+
+
+@lru_cache
+def abstract_experts(num_experts: int, hidden: int, intermediate: int, gate_up_order: str | None) -> Any:
+    """Experts without arrays, whose adapters have the shapes of any others of these sizes."""
+    make = partial(jmx.Experts.random, gate_up_order=gate_up_order, format="float32")
+    return jax.eval_shape(lambda: make(jax.random.key(0), num_experts, hidden, intermediate))  # no device is used
 
 
 def check_adaptable(split: ModelSplit | None, backend: str | None) -> None:

@@ -14,8 +14,8 @@ from jmx.backends import registered_backends
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.block import Block, DenseBlock, MoERecord
 from jmx.models.cache import Cache, zeros
-from jmx.models.config import check_config, expert_sizes
-from jmx.models.float_moe import FloatMoE, masters_of, random_experts
+from jmx.models.config import check_config
+from jmx.models.float_experts import ORDER, experts_of, format_of, masters_of
 from jmx.models.layers import Linear, RMSNorm, Variables, project
 from jmx.models.model_split import ModelSplit
 from jmx.models.paged_cache import PagedLayer
@@ -119,25 +119,24 @@ class Model(nnx.Module):
 
     def make_moe(
         self, experts: jmx.Experts | jmx.ShardedExperts | FloatExperts | MasterExperts | None, rngs: nnx.Rngs
-    ) -> jmx.nnx.MoE | ShardedMoE | FloatMoE:
+    ) -> jmx.nnx.MoE | ShardedMoE:
         """A block's `moe`: with loaded experts, whose format and inputs it keeps, or (None) with random ones.
 
         With `qat`, floats and quantized experts become master weights.
         """
         config = self.config
         options: dict[str, Any] = {"format": self.format, "qat": self.qat} | self.moe_options()
-        if self.qat is not None and isinstance(experts, FloatExperts):
-            experts = masters_of(experts, options.get("gate_up_order", "concatenated"), options["format"], self.qat)
-        if experts is None and self.format is None:
-            experts = random_experts(
-                *expert_sizes(config), bias=options.get("bias", False), dtype=self.dtype, rngs=rngs
-            )
-        of_module = {name: options[name] for name in ("activation", "routing", "correction_bias") if name in options}
-        if isinstance(experts, jmx.ShardedExperts):
-            return ShardedMoE(experts, **of_module, backend=self.backend, split=self.split)
         if isinstance(experts, FloatExperts):
-            floats = jax.tree.map(lambda array: array.astype(self.dtype), experts)
-            return FloatMoE(floats, **of_module, split=self.split)
+            if self.qat is None:
+                experts = experts_of(experts, self.dtype)
+            else:
+                experts = masters_of(experts, options.get("gate_up_order", ORDER), options["format"], self.qat)
+        elif experts is None and self.format is None:
+            options |= {"format": format_of(self.dtype), "gate_up_order": ORDER}
+        if isinstance(experts, jmx.ShardedExperts):
+            backend = None if experts.shards.format.is_float else self.backend
+            its = {name: options[name] for name in {"activation", "routing", "correction_bias"} & options.keys()}
+            return ShardedMoE(experts, **its, backend=backend, split=self.split)
         if experts is not None:
             options |= {"format": experts.format, "gate_up_order": experts.gate_up_order}
         return jmx.nnx.MoE(
@@ -148,7 +147,7 @@ class Model(nnx.Module):
             **options,
             router=False,
             param_dtype=self.dtype,
-            backend=self.backend,
+            backend=None if formats.get(options["format"]).is_float else self.backend,
             experts=experts,
             rngs=rngs,
         )

@@ -18,6 +18,7 @@ import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.checkpoint import peft
+from jmx.checkpoint.quantizing import FloatExperts
 from jmx.experts import MeshAxes
 from jmx.models import hub
 from jmx.models.adapters import check_adaptable, open_adapter, put
@@ -26,6 +27,7 @@ from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import DTYPES, Model
 from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.tensors import TOP_NAMES
+from jmx.models.float_experts import experts_of
 from jmx.models.layers import Place, places
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of, local_size
@@ -270,7 +272,6 @@ def fill[M: Model](
     model: M, source: Source, *, dequantize_dense: bool = False, adapters: peft.Reader | None = None
 ) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
-    _check_floats(model.split, source)
     kept: Collection[str] = ()
     if isinstance(source, QuantizedSource):
         kept = () if dequantize_dense else _kept(model, source.formats)
@@ -284,6 +285,8 @@ def fill[M: Model](
         for number, block in enumerate(model.layers):
             if number in source.layers:  # others have one MLP for all tokens
                 experts = source.experts(number) if of_experts is None else source.experts(number, sharding=of_experts)
+                if isinstance(experts, FloatExperts) and model.qat is None:
+                    experts = experts_of(experts, model.dtype)
                 if isinstance(experts, jmx.Experts):
                     experts = _with_biases_in(model.dtype, experts)
                     experts = experts if model.split is None else _over(model.split, experts)
@@ -292,16 +295,6 @@ def fill[M: Model](
                     put(adapters.adapters(number), block.moe, model.dtype, model.split)
             _put(block, in_layer(number, ""), source, kept, model.split)  # after `moe`, of which some are
     return model
-
-
-def _check_floats(split: ModelSplit | None, source: Source) -> None:
-    """Raises ValueError for experts in floats that a mesh is to divide along their intermediate axis."""
-    if split is None or not split.intermediate or all(layer.format is not None for layer in source.layers.values()):
-        return
-    raise ValueError(
-        f"`axes['intermediate']` (={split.intermediate}) must be None for experts in floats (--mesh-axes "
-        "intermediate=none): quantize them with `format`, or divide whole experts"
-    )
 
 
 def _order(model: Model, source: Source) -> list[int | str]:

@@ -17,6 +17,7 @@ from jmx.checkpoint import ExpertLayer, peft
 from jmx.models.adapters import nbytes as adapter_bytes
 from jmx.models.cache import bucket
 from jmx.models.decoder import Model
+from jmx.models.float_experts import format_of
 from jmx.models.loading import num_kept, shapes_of
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import local_size
@@ -134,9 +135,7 @@ def _expert_bytes(
 ) -> int:
     """Bytes of a layer's experts on one device, which has one of `parts` of them, and one of `shards` of each."""
     num_experts //= parts
-    if format is None:
-        numbers = num_experts * (3 * hidden * inner + bias * (2 * inner + hidden))
-        return numbers * dtype.itemsize
+    format = format_of(dtype) if format is None else format
     layout = resolve_layout("auto", jmx.Environment.probe(), format)
 
     def experts(key: jax.Array) -> jmx.Experts:

@@ -72,8 +72,6 @@ def restore(
     model = nnx.eval_shape(lambda: family.model(config, **options, rngs=nnx.Rngs(0)))
     if split is None:
         return orbax.restore(path, model)
-    if split.intermediate and format is None:
-        raise ValueError("`format` (=None) must be a format where `axes` divides 'intermediate'")
     model = orbax.restore(path, _placed(model, split))
     if split.intermediate:
         for block in model.layers:

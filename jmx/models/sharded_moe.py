@@ -39,7 +39,7 @@ class ShardedMoE(nnx.Module):
         num_experts = experts.shards.gate_up.values.shape[1]
         self.activation, self.routing, self.backend, self.split = activation, routing, backend, split
         for name, array in experts.shards.arrays().items():
-            kind = nnx.Param if name.endswith("bias") else jmx.nnx.Quantized
+            kind = jmx.nnx.variable_of(name, experts.shards.format)
             of_experts = () if name.endswith("_input_scale") else ("expert",)
             setattr(self, name, kind(array, divided=("intermediate", *of_experts)))
         bias = experts.down_bias

@@ -4,7 +4,8 @@ A format splits the last (contracted) axis of a weight into blocks that share on
 
     weight[n, k] = (values[n, k] - zero_points[n, b]) * scales[n, b] * global_scales[n],  b = k // block_size
 
-where zero points and global scales are 0 and 1 in formats without them. In MXFP4 a block is 32 e2m1 elements with one
+where zero points and global scales are 0 and 1 in formats without them. Floats are formats, too: weights that are not
+quantized, which have values alone, and one form of them. In MXFP4 a block is 32 e2m1 elements with one
 e8m0 scale, as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. See `quantization` for conversions.
 
 Weights have two forms. *Canonical* arrays have one element of the format's dtype for each weight; *packed* arrays are
@@ -35,7 +36,7 @@ class BlockScaled(NamedTuple):
     """A weight of logical shape (..., N, K) in a block format; a pytree. Arrays that its format lacks are None.
 
     values: canonical elements (..., N, K), or packed uint8 (..., N, K * bits / 8).
-    scales: (..., N, blocks); packed: scales of one byte as uint8.
+    scales: (..., N, blocks); packed: scales of one byte as uint8. None for floats.
     global_scales: float32 (..., N), which multiply whole rows. The single one of a checkpoint's tensor is repeated for
         its rows, so that gate and up may have different ones.
     zero_points: int8 (..., N, blocks).
@@ -44,7 +45,7 @@ class BlockScaled(NamedTuple):
     """
 
     values: Shaped[Any, "*lead columns"]
-    scales: Shaped[Any, "*lead b"]
+    scales: Shaped[Any, "*lead b"] = None
     global_scales: Float32[Any, "*lead"] | None = None
     zero_points: Int8[Any, "*lead b"] | None = None
     order: Int32[Any, "..."] | None = None
@@ -59,7 +60,7 @@ class Format:
         element_dtype: dtype of canonical values.
         element_bits: bits of one value in memory.
         block_size: elements that share a scale, along the last axis; `WHOLE_ROW`: all of it.
-        scale_dtypes: dtypes that canonical scales may have, the usual one first.
+        scale_dtypes: dtypes that canonical scales may have, the usual one first; of floats, which have none, any.
         arrays: names of the arrays of a weight, among those of `BlockScaled`.
         short_block: whether the last block may be shorter.
         block_rows: rows of a weight that share their scales in files and as `quantize` makes them; `WHOLE_ROW`: all.
@@ -76,19 +77,31 @@ class Format:
     block_rows: int = 1
 
     @property
+    def is_float(self) -> bool:
+        """Whether weights are not quantized: floats, without scales, which may be trained."""
+        return "scales" not in self.arrays
+
+    @property
+    def elements_in_a_byte(self) -> int:
+        """How many elements packed bytes hold each; 1 for those of one byte or more."""
+        return max(1, 8 // self.element_bits)
+
+    @property
     def scale_dtype(self) -> np.dtype:
         """The usual dtype of canonical scales."""
         return self.scale_dtypes[0]
 
     def elements(self) -> np.ndarray:
-        """The value of each element code: float64 (2 ** element_bits,)."""
+        """The value of each element code, of at most 8 bits: float64 (2 ** element_bits,)."""
+        if self.is_float:
+            raise ValueError(f"`format` (={self.name!r}) must have elements of at most 8 bits")
         codes = np.arange(1 << self.element_bits, dtype=np.uint8)
         return _host_elements(codes, self).astype(np.float64)
 
     def check_size(self, name: str, size: int) -> None:
         """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks and of bytes."""
         check_int(name, size, least=0)
-        a_byte = 8 // self.element_bits
+        a_byte = self.elements_in_a_byte
         whole = a_byte if self.block_size == WHOLE_ROW or self.short_block else lcm(a_byte, self.block_size)
         if size % whole:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {whole} for {self.name.upper()}")
@@ -98,7 +111,7 @@ class Format:
         be short for all kernels, of bytes."""
         check_int("size", size, least=0)
         any_size = self.block_size == WHOLE_ROW or self.block_rows != 1
-        unit = lcm(8 // self.element_bits, 1 if any_size else self.block_size)
+        unit = lcm(self.elements_in_a_byte, 1 if any_size else self.block_size)
         return -(-size // unit) * unit
 
     def num_blocks(self, size: int, what: str) -> int:
@@ -123,7 +136,7 @@ class Format:
             zero_points=jax.ShapeDtypeStruct(blocks, jnp.int8),
             order=jax.ShapeDtypeStruct((*rows[:-1], size), jnp.int32),
         )
-        if packed:
+        if packed and not self.is_float:
             arrays = arrays._replace(
                 values=jax.ShapeDtypeStruct((*rows, size * self.element_bits // 8), jnp.uint8),
                 scales=jax.ShapeDtypeStruct(blocks, jnp.uint8 if scale.itemsize == 1 else scale),
@@ -152,6 +165,8 @@ FP8_CHANNEL = Format("fp8_channel", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
 FP8_BLOCK = Format("fp8_block", _E4M3, 8, 128, _FLOATS[::-1], short_block=True, block_rows=128)
 # Of activations, too, for block-scaled products with MXFP4 weights. See `jmx.numerics.mxfp8`.
 MXFP8 = Format("mxfp8", _E4M3, 8, 32, (_E8M0,))
+# Weights that are not quantized.
+FLOATS = tuple(Format(d.name, d, 8 * d.itemsize, WHOLE_ROW, _FLOATS[-1:], ("values",)) for d in _FLOATS)
 
 
 _GROUP_SIZES = (32, 64, 128)  # of the formats that tables list
@@ -218,6 +233,7 @@ FORMATS = FormatTable(
             if not (size == WHOLE_ROW and "order" in _MORE[kind])  # one group has no order
         ),
         *(FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK),
+        *FLOATS,
     )
 )
 
@@ -277,10 +293,11 @@ def is_packed(q: BlockScaled) -> bool:
 def check_weight(q: BlockScaled, name: str = "q") -> None:
     """Raises TypeError or ValueError, naming the array, unless the weight called `name` is a BlockScaled of arrays."""
     check_instance(name, q, BlockScaled, "a jmx.BlockScaled")
+    needed = ("values",) if getattr(q.values, "dtype", None) in _FLOATS else ("values", "scales")
     for field, array in q._asdict().items():
-        if array is not None or field in ("values", "scales"):
+        if array is not None or field in needed:
             check_array(f"{name}.{field}", array)
-    for field in ("values", "scales"):
+    for field in needed:
         if not getattr(q, field).shape:
             raise ValueError(f"`{name}.{field}` (a scalar) must have a last axis, of blocks")
 
@@ -299,7 +316,7 @@ def logical_shape(q: BlockScaled, format: Format | str = MXFP4, name: str = "q")
     *lead, size = q.values.shape
     shape = (*lead, size * 8 // format.element_bits if packed else size)
     of = f"{'packed' if packed else 'canonical'} {format.name.upper()}"
-    scale_dtype = q.scales.dtype if q.scales.dtype in format.scale_dtypes else None
+    scale_dtype = q.scales.dtype if q.scales is not None and q.scales.dtype in format.scale_dtypes else None
     for name, array, expected in zip(
         BlockScaled._fields, q, format.abstract(shape, packed=packed, scale_dtype=scale_dtype), strict=True
     ):
@@ -321,7 +338,7 @@ def logical_shape(q: BlockScaled, format: Format | str = MXFP4, name: str = "q")
 def pack(q: BlockScaled) -> BlockScaled:
     """Canonical to packed: uint8 values (..., K * bits / 8), even elements in the low nibbles, and bytes as uint8.
 
-    numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. A packed `q` is returned unchanged.
+    numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. Floats and packed `q` are returned unchanged.
 
     Raises:
         TypeError: values that are of no format.
@@ -332,6 +349,8 @@ def pack(q: BlockScaled) -> BlockScaled:
         return q
     if q.values.dtype not in _ELEMENTS:
         raise TypeError(f"`q.values` (dtype {q.values.dtype}) must be {' or '.join(d.name for d in _ELEMENTS)}")
+    if q.values.dtype in _FLOATS:
+        return q
     scales = _bytes(q.scales) if q.scales.dtype.itemsize == 1 else q.scales
     if q.values.dtype in (_E4M3, _INT8):
         return q._replace(values=_bytes(q.values), scales=scales)

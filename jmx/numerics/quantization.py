@@ -66,6 +66,7 @@ def quantize(
     * NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
     * MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, 0 in between.
     * FP8: amax / 448, of the whole tensor, a row, or a block of rows and columns.
+    * Floats have none: values are rounded to nearest, ties to even, and saturate. NaN and infinity stay.
 
     All but MXFP4's follow compressed-tensors' observers. A scale that would round to zero is the least positive
     number of its dtype, for 16 and 32 bits the least normal one.
@@ -108,7 +109,7 @@ def quantize(
         return _quantize_mxfp4(x, format.block_size, SCALE_RULES[scale_rule])
     if format == MXFP8:
         return mxfp8.quantize(x)
-    return _quantize(x, format)
+    return _rounded(x, format) if format.is_float else _quantize(x, format)
 
 
 def rows_share_scales(format: Format) -> bool:
@@ -153,6 +154,15 @@ def _e2m1(magnitude: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 def _pairs(elements: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead bytes"]:
     """Two 4-bit codes in a byte, the even one in the low nibble."""
     return elements[..., 0::2] | elements[..., 1::2] << 4
+
+
+@partial(jax.jit, static_argnums=1)
+def _rounded(x: Float[Array, "*lead K"], format: Format) -> BlockScaled:
+    """Floats of the format's dtype."""
+    if jnp.promote_types(x.dtype, format.element_dtype) == format.element_dtype:
+        return BlockScaled(x.astype(format.element_dtype))
+    x, most = x.astype(jnp.float32), float(jnp.finfo(format.element_dtype).max)
+    return BlockScaled(jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x).astype(format.element_dtype))
 
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -306,6 +316,8 @@ def expand(
     A product multiplies a row's sum by its factor. So floats in bfloat16 are exact except in formats with scales of
     more than four bits in groups (MXINT4, INT4 and INT8 in groups, FP8_BLOCK), where they are rounded once.
     """
+    if format.is_float:
+        return q.values.astype(dtype), None
     q = pack(q)  # uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
     if format == MXFP4:
         blocks = q.values.reshape(*q.scales.shape, format.block_size // 2)
@@ -352,7 +364,7 @@ def random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], 
 
     Codes are uniform over all element codes that are numbers. Scales are two neighbouring powers of two such that the
     standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. FP8_BLOCK has one
-    scale for each 128 rows. Zero points are -1, 0 or 1; orders are random permutations.
+    scale for each 128 rows. Zero points are -1, 0 or 1; orders are random permutations. Floats are normal.
     """
     check_key("key", key)
     return _random(key, tuple(shape), format)
@@ -360,6 +372,8 @@ def random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], format: Format) -> BlockScaled:
+    if format.is_float:
+        return BlockScaled((jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(format.element_dtype))
     abstract = format.abstract(shape, packed=True)
     keys = jax.random.split(key, 4)
     values = jax.random.bits(keys[0], abstract.values.shape, jnp.uint8)

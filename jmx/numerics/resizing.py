@@ -21,7 +21,7 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) ->
     if shape[0] < rows or shape[1] < columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at least {(rows, columns)}, the weight's own")
     # e8m0 has no zero: a scale filled with zeros would be NaN.
-    fills = {"scales": one(format, q.scales.dtype), "global_scales": 1.0}
+    fills = {} if q.scales is None else {"scales": one(format, q.scales.dtype), "global_scales": 1.0}
     extended = {
         name: _extend(array, getattr(target, name).shape, fills.get(name, 0))
         for name, array in q._asdict().items()
@@ -57,7 +57,7 @@ def _resized(q: BlockScaled, shape: tuple[int, int], format: Format) -> tuple[tu
     if len(present) < 2:
         raise ValueError(f"`q.values` (shape {q.values.shape}) must be (..., N, K)")
     check_shape("shape", shape, 2)
-    scale_dtype = format.scale_dtype if q.scales.dtype == jnp.uint8 else q.scales.dtype
+    scale_dtype = format.scale_dtype if q.scales is None or q.scales.dtype == jnp.uint8 else q.scales.dtype
     target = format.abstract((*present[:-2], *shape), packed=is_packed(q), scale_dtype=scale_dtype)
     return (present[-2], present[-1]), target
 

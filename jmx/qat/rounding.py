@@ -89,6 +89,8 @@ clipped.defvjp(lambda format, weights, q: (weights, (weights, q)), _clip)
 
 def _holds(q: BlockScaled, weights: Float[Array, "*lead K"], format: Format) -> Bool[Array, "*lead K"]:
     """Whether each weight is between the least and the largest value of its block."""
+    if format.is_float:
+        return jnp.abs(weights) <= jnp.finfo(format.element_dtype).max.astype(jnp.float32)
     least, most = (
         quantization.dequantize(q._replace(values=jnp.full_like(q.values, byte)), jnp.float32, format)
         for byte in _LIMITS[format.element_dtype.name]

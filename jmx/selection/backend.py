@@ -9,7 +9,7 @@ from jmx.grouping import SortedRows
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Float32
+from jmx.util.typing import Array, Float
 
 
 class Reason(enum.Enum):
@@ -76,10 +76,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class ExpertProduct:
-    """One of the two products of a layer with adapters: rows times a weight of their experts.
+    """One of the two products of a layer with adapters, or of float experts: rows times a weight of their experts.
 
     Args:
-        problem: supported on `environment`, with adapters.
+        problem: supported on `environment`.
         role: of the weight, "gate_up" or "down".
         sorted: which rows each expert has, beginning at multiples of 8. Others may come out as anything.
         experts: the weights, in the problem's layout. Padding of theirs counts as weights.
@@ -95,7 +95,7 @@ class ExpertProduct:
 
 @runtime_checkable
 class ProductBackend(Backend, Protocol):
-    """A backend that also computes one product alone, for layers with adapters: those between both products."""
+    """A backend that also computes one product alone, for layers with adapters, and of float experts."""
 
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
         """Rows times their experts' weight, without the bias, while tracing.
@@ -119,6 +119,18 @@ class ProductBackend(Backend, Protocol):
 class TransposedProduct(Protocol):
     """What a `ProductBackend` has whose gradients are not the reference's."""
 
-    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float32[Array, "R K"]:
+    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float[Array, "R K"]:
         """The transpose of `ProductBackend.product`: `rows` are like its result."""
+        ...
+
+
+@runtime_checkable
+class WeightProduct(Protocol):
+    """What a `ProductBackend` for float experts has whose gradients of weights are not the reference's."""
+
+    def weight_product(
+        self, product: ExpertProduct, dresult: Float[Array, "R W"], rows: Float[Array, "R K"]
+    ) -> Float[Array, "E N K"]:
+        """The gradient of the weights of this layer's experts: for each the sum over its rows of `dresult`, which is
+        like the result of `ProductBackend.product`, times `rows`."""
         ...

@@ -76,6 +76,7 @@ class Limits:
         formats: tuple[str, ...] | None,
         input_formats: tuple[str | None, ...] = (None,),
         *,
+        activations_per_expert: bool = False,
         checks: tuple[Check, ...],
     ) -> "Limits":
         """The limits of kernels for Hopper GPUs that read weights in `layout`."""
@@ -86,6 +87,7 @@ class Limits:
             formats=formats,
             input_formats=input_formats,
             dtypes=("bfloat16", "float16"),
+            activations_per_expert=activations_per_expert,
             layout=layout,
             checks=checks,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jmx.numerics.formats import FORMATS
 from jmx.selection import vllm_names
 from jmx.selection.backend import Backend, ProductBackend, Reason, Rejection
 from jmx.selection.environment import Environment
@@ -92,7 +93,12 @@ def select(problem: Problem, environment: Environment, request: str | None, back
 
 def _answer(backend: Backend, problem: Problem, environment: Environment) -> Rejection | None:
     rejection = backend.supports(problem, environment)
-    if rejection is None and problem.adapters and not isinstance(backend, ProductBackend):
+    if rejection is not None or isinstance(backend, ProductBackend):
+        return rejection
+    if problem.adapters:
         detail = "adapters add before the activation, and it computes both products at once"
         return Rejection(Reason.ADAPTERS, detail, "use xla, or merge the adapters with jmx.lora.merge")
-    return rejection
+    if FORMATS[problem.format].is_float:
+        detail = f"weights are {problem.format!r}, and it does not compute products one by one"
+        return Rejection(Reason.FORMAT, detail, "use xla")
+    return None

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
+from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import ROLES, Experts, padding
 from jmx.numerics import input_formats
@@ -38,6 +39,7 @@ from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 from jmx.xla import dot
+from jmx.xla.grouped_dot import grouped_dot
 
 _MAX_COPIED = 8  # assignments whose weights may be copied at a time
 
@@ -55,11 +57,27 @@ class Xla(LimitedBackend):
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
-        del environment
+        if experts.format.is_float:
+            engine = by_products.engine_of(self, problem, environment, experts, self)
+            return by_products.forward(problem, x, routing, experts, engine)
         return forward(problem, x, routing, experts)
 
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
+        if product.experts.format.is_float:
+            return _float_product(product, rows)[0].astype(dtype)
         return product_of_rows(product, rows, dtype)
+
+    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R N"]) -> Float[Array, "R K"]:
+        if not product.experts.format.is_float:
+            rows = rows.astype(_compute_dtype(product.problem))
+            return product_of_rows(product, rows, jnp.float32, transposed=True)
+        zeros = jnp.zeros((rows.shape[0], product.experts.spec(product.role).shape[1]), jnp.float32)
+        return _float_product(product, zeros)[1](rows.astype(jnp.float32))[0]
+
+    def weight_product(
+        self, product: ExpertProduct, dresult: Float[Array, "R N"], rows: Float[Array, "R K"]
+    ) -> Float[Array, "E N K"]:
+        return _float_product(product, rows)[1](dresult.astype(jnp.float32))[1]
 
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
         if role == "down" or problem.gate_up_order is None:
@@ -120,8 +138,8 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
     return carry
 
 
-def _compute_dtype(problem: Problem, x: Float[Array, "..."]) -> Any:
-    return jnp.bfloat16 if x.dtype == jnp.bfloat16 and problem.input_format is None else jnp.float32
+def _compute_dtype(problem: Problem) -> Any:
+    return jnp.bfloat16 if problem.dtype == "bfloat16" and problem.input_format is None else jnp.float32
 
 
 def _round_inputs(problem: Problem, experts: Experts, role: str, a: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
@@ -214,7 +232,7 @@ def _forward_few(
         if experts.format == MXFP4:
             y = dot.fused_dot(a, q)
         else:
-            y = dot.dequantized_dot(a[:, None], q, experts.format, _compute_dtype(problem, x))[:, 0]
+            y = dot.dequantized_dot(a[:, None], q, experts.format, _compute_dtype(problem))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 
@@ -261,7 +279,7 @@ def _scatter_add(
 
 def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
     """The layer, one step of blocks at a time."""
-    dtype = _compute_dtype(problem, x)
+    dtype = _compute_dtype(problem)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
 
     def body(step: _Step, y: Float32[Array, "T H"]) -> Float32[Array, "T H"]:
@@ -301,7 +319,7 @@ def product_of_rows(
         inside = inside[:, None] & (jnp.arange(block_m) < blocks.counts[index][:, None])
         at = jnp.where(inside, at, num_rows)
         taken = rows.at[at].get(mode="fill", fill_value=0)
-        weights = _StepWeights(experts, blocks.experts[index], _compute_dtype(problem, rows))
+        weights = _StepWeights(experts, blocks.experts[index], _compute_dtype(problem))
         if transposed:
             y = weights.transposed(role, taken)
         else:
@@ -312,6 +330,23 @@ def product_of_rows(
     if num_assignments == 0:
         return zeros
     return lax.while_loop(lambda state: state[0] < blocks.num_blocks, step, (jnp.int32(0), zeros))[1]
+
+
+def _float_product(
+    product: ExpertProduct, rows: Float[Array, "R K"]
+) -> tuple[Float32[Array, "R N"], Callable[[Float32[Array, "R N"]], tuple[Float[Array, "R K"], Float[Array, "E N K"]]]]:
+    """Rows times their experts' float weights, and the gradients of rows and weights, as functions of the result's.
+
+    Gradients pass the rounding of rows to an input format straight through.
+    """
+    problem, role, experts, starts = product.problem, product.role, product.experts, product.sorted.starts
+    weights = getattr(experts, role).values
+    if experts.index is not None:
+        weights = weights[experts.index]
+    rows = _round_inputs(problem, experts, role, rows).astype(_compute_dtype(problem))
+    # With the rows between those of experts, which have results that are not read.
+    sizes = jnp.diff(starts, append=starts[-1:] + product.sorted.sizes[-1:])
+    return jax.vjp(lambda rows, weights: grouped_dot(rows, weights, sizes), rows, weights)
 
 
 def _activation_dtype(x: Float[Array, "..."]) -> Any:
@@ -342,7 +377,7 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
     `wanted`: those of weights only of experts without padding, order of columns and index.
     """
     x, routing, experts, _ = primals
-    dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
+    dtype, num_experts, order = _compute_dtype(problem), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if asked and bias is not None else None
         for bias, asked, rows in zip(

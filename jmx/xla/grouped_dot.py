@@ -25,7 +25,7 @@ def grouped_dot(
     """rows (R, K) times the weights (E, N, K) of their experts, transposed -> float32 (R, N).
 
     Args:
-        rows: sorted by expert, of the weights' dtype.
+        rows: sorted by expert. Weights are cast to their dtype.
         sizes: (E,), rows of each expert. Results of the rows after those of all experts are undefined.
     """
     return lax.platform_dependent(rows, weights, sizes, cpu=_by_blocks, default=_ragged)
@@ -34,6 +34,7 @@ def grouped_dot(
 def _ragged(
     rows: Float[Array, "R K"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"]
 ) -> Float32[Array, "R N"]:
+    weights = weights.astype(rows.dtype)
     return lax.ragged_dot(rows, weights.mT, sizes, precision=precision(rows.dtype), preferred_element_type=jnp.float32)
 
 
@@ -79,7 +80,7 @@ def _products(
         product = dot(
             "mn,nk->mk" if transposed else "mk,nk->mn",
             lax.dynamic_slice_in_dim(padded, first, block),
-            lax.dynamic_index_in_dim(weights, blocks.experts[index], keepdims=False),
+            lax.dynamic_index_in_dim(weights, blocks.experts[index], keepdims=False).astype(rows.dtype),
         )
         # Rows past the block's last one are those of the blocks after it, which overwrite them.
         return lax.dynamic_update_slice_in_dim(out, product, first, 0)

@@ -49,14 +49,13 @@ class RowBlocks(NamedTuple):
     number: Int32[Array, " B"]
 
     @classmethod
-    def of(cls, sizes: Int32[Array, " E"], num_rows: int, block_m: int) -> "RowBlocks":
-        """Blocks of groups of `sizes` (E,), of at most `num_rows` rows together."""
-        every = Groups.of(sizes)
-        needed = jnp.where(sizes > 0, -(-(every.ends - every.aligned) // block_m), 0)
+    def of(cls, every: Groups, num_rows: int, block_m: int) -> "RowBlocks":
+        """Blocks of all groups, of at most `num_rows` rows together."""
+        needed = jnp.where(every.ends > every.starts, -(-(every.ends - every.aligned) // block_m), 0)
         ends = _sums(needed)
-        index = jnp.arange(max_blocks(num_rows, sizes.size, block_m), dtype=jnp.int32)
+        index = jnp.arange(max_blocks(num_rows, every.starts.size, block_m), dtype=jnp.int32)
         group = (ends <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
-        group = jnp.minimum(group, sizes.size - 1)
+        group = jnp.minimum(group, every.starts.size - 1)
         first = every.aligned[group] + (index - (ends - needed)[group]) * block_m
         last = jnp.minimum(first + block_m, every.ends[group])
         rows = Groups(first, jnp.maximum(first, every.starts[group]), last)

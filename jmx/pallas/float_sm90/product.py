@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, RowBlocks
+from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks
 from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
@@ -34,18 +34,25 @@ Scalar = Int32[Array, ""]
 
 
 def product(
-    rows: Float[Array, "R C"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"], its: Launch, transposed: bool
+    rows: Float[Array, "R C"],
+    weights: Float[Array, "every N K"],
+    groups: Groups,
+    its: Launch,
+    *,
+    transposed: bool,
+    first: Any = 0,
 ) -> Float[Array, "R W"]:
     """Each row (K,) times its group's (N, K) transposed, or, if `transposed`, each (N,) times (N, K) itself.
 
     Args:
-        rows: of 16-bit floats, R a multiple of 8; group after group.
-        weights: of the same dtype, N and K multiples of 64.
-        sizes: rows of each group. Results of the rows after those of all groups are undefined.
+        rows: of 16-bit floats, R a multiple of 8.
+        weights: of the same dtype, N and K multiples of 64; those of the E groups from `first` on.
+        groups: the rows of each group. Results of rows of no group are undefined.
     """
     config, num_cores = its.config, its.num_cores
     num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
-    blocks = RowBlocks.of(sizes, num_rows, config.block_m)
+    blocks = RowBlocks.of(groups, num_rows, config.block_m)
+    blocks = blocks._replace(groups=blocks.groups + first)
     schedule = Schedule(-(-columns // config.block_n), config.section)
 
     def body(rows: Ref, weights: Ref, blocks: RowBlocks, out: Ref, *, shared: SharedMemory) -> None:

@@ -1,34 +1,40 @@
-"""The layer with adapters: the engine's products with frozen weights one by one, and between them everything else.
+"""The layer as two products that are computed one by one, and between them everything else.
 
-Unlike without adapters, the outputs of the first product are written and read before the activation, to which the
-adapters add. All but the products is plain jnp, of which jax takes derivatives.
+Of experts with adapters, which add to the products, and of float experts, whose weights may be trained. All but the
+products is plain jnp, of which jax takes derivatives; the outputs of the first product are written and read before the
+activation.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jmx.engines import products
+from jmx.engines.expert_rows import Rows, combine, dispatch
 from jmx.experts import Experts
 from jmx.grouping import SortedRows
-from jmx.lora import frozen
-from jmx.lora.adapters import Adapters
-from jmx.lora.products import added
-from jmx.lora.rows import Rows, combine, dispatch
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.routing import Routing
-from jmx.selection.backend import ExpertProduct, ProductBackend, TransposedProduct
+from jmx.selection.backend import ExpertProduct, ProductBackend, TransposedProduct, WeightProduct
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Float32
-from jmx.xla import backend as xla
+from jmx.util.typing import Array, Float, Float32, Int32
+
+# What is added to a product, by its name in `jmx.lora.adapters.TARGETS`: takes also blocks of rows, the expert of each,
+# and the dtype of the result. None: nothing.
+Added = Callable[[str, Float[Array, "n M K"], Int32[Array, " n"], Any], Float[Array, "n M N"] | None]
+
+
+class Reference(TransposedProduct, WeightProduct, Protocol):
+    """A backend whose gradients take the place of those that another one lacks; results have the order of rows."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How products with frozen weights are computed.
+    """How products with the experts' weights are computed.
 
     Args:
         product: a role, rows (R, K), how they are sorted, and the dtype of the result -> (R, W), without a bias.
@@ -44,13 +50,13 @@ def forward(
     x: Float[Array, "T H"],
     routing: Routing,
     experts: Experts,
-    adapters: Adapters,
     engine: Engine,
+    added: Added = lambda *_: None,
 ) -> Float[Array, "T H"]:
-    """The layer with `adapters`, y (T, H) of x's dtype.
+    """The layer, y (T, H) of x's dtype.
 
-    bfloat16 tokens are multiplied by adapters rounded to bfloat16, others by float32 ones. Sums are float32, and
-    outputs of the first product are bfloat16 or float32 likewise.
+    Inputs of products are bfloat16 for bfloat16 tokens, else float32, and outputs of the first product likewise. Sums
+    are float32.
     """
     rows = Rows.of(routing.expert_ids, problem.num_experts)
     weights = rows.weights(routing.weights)[:, None]
@@ -69,8 +75,7 @@ def forward(
         return None if bias is None else bias[:, None].astype(jnp.float32)
 
     def more_of(target: str, blocks: Float[Array, "n M K"]) -> Float[Array, "n M N"] | None:
-        adapter = getattr(adapters, target)
-        return None if adapter is None else added(adapter, blocks, rows.expert_of_block, dtype)
+        return added(target, blocks, rows.expert_of_block, dtype)
 
     @jax.checkpoint  # else the backward pass would save several float32 arrays of the size of h
     def activated(h: Float[Array, "n M W"], *more: Any) -> Float[Array, "n M I"]:
@@ -82,7 +87,8 @@ def forward(
         for i, half in enumerate(halves):
             if half is not None:
                 parts[i] += half
-        return problem.activation(*parts).astype(dtype)
+        ids = () if problem.activation.num_experts is None else (rows.expert_of_block,)
+        return problem.activation(*parts, *ids).astype(dtype)
 
     with jax.named_scope("gate_up"):
         h = rows.blocked(engine.product("gate_up", inputs, rows.sorted, dtype))
@@ -99,22 +105,37 @@ def forward(
         return combine(flat if problem.on_input else flat * weights, rows).astype(x.dtype)
 
 
-def engine_of(backend: ProductBackend, problem: Problem, environment: Environment, experts: Experts) -> Engine:
-    """The products of a backend. Their cotangents are the reference's, unless it has transposed products."""
+def engine_of(
+    backend: ProductBackend, problem: Problem, environment: Environment, experts: Experts, reference: Reference
+) -> Engine:
+    """The products of a backend. Their cotangents are those of `reference` where it has none."""
 
     def product(role: str, rows: Float[Array, "R K"], sorted: SortedRows, dtype: Any) -> Float[Array, "R W"]:
+        like = rows.dtype
+
+        def of(sorted: SortedRows, experts: Experts) -> ExpertProduct:
+            return ExpertProduct(problem, role, sorted, experts, environment)
+
+        def in_order(dresult: Float[Array, "R W"]) -> Float[Array, "R N"]:
+            parts = backend.outputs(problem, role, dresult)
+            dy = join_gate_up(*parts, str(experts.gate_up_order)) if len(parts) == 2 else parts[0]
+            return dy.astype(jnp.bfloat16 if like == jnp.bfloat16 else jnp.float32)
+
         def run(rows: Float[Array, "R K"], sorted: SortedRows, experts: Experts) -> Float[Array, "R W"]:
-            return backend.product(ExpertProduct(problem, role, sorted, experts, environment), rows, dtype)
+            return backend.product(of(sorted, experts), rows, dtype)
 
         def transposed(dresult: Float[Array, "R W"], sorted: SortedRows, experts: Experts) -> Float[Array, "R K"]:
-            its = ExpertProduct(problem, role, sorted, experts, environment)
             if isinstance(backend, TransposedProduct):
-                return backend.transposed_product(its, dresult).astype(rows.dtype)
-            parts, like = backend.outputs(problem, role, dresult), rows.dtype
-            dy = join_gate_up(*parts, str(experts.gate_up_order)) if len(parts) == 2 else parts[0]
-            dy = dy.astype(jnp.bfloat16 if like == jnp.bfloat16 else jnp.float32)
-            return xla.product_of_rows(its, dy, like, transposed=True)
+                return backend.transposed_product(of(sorted, experts), dresult)
+            return reference.transposed_product(of(sorted, experts), in_order(dresult))
 
-        return frozen.differentiable(run, transposed)(rows, sorted, experts)
+        def outer(
+            dresult: Float[Array, "R W"], rows: Float[Array, "R K"], sorted: SortedRows, experts: Experts
+        ) -> Float[Array, "E N K"]:
+            if isinstance(backend, WeightProduct):
+                return backend.weight_product(of(sorted, experts), dresult, rows)
+            return reference.weight_product(of(sorted, experts), in_order(dresult), rows)
+
+        return products.differentiable(role, run, transposed, outer)(rows, sorted, experts)
 
     return Engine(product, lambda role, result: backend.outputs(problem, role, result))

@@ -1,0 +1,182 @@
+"""One system of `benchmarks/training.py`, in a process of its own: a layer whose experts' weights are trained.
+
+    python benchmarks/training_weights.py SYSTEM '{"model": "gpt-oss-20b", "tokens": [1024, 8192]}'
+
+Lines are those of training_layer.py. Times are of the forward pass, and of forward and gradients of x, router logits
+and all weights. Systems: `qat`, master weights in float32 that each call rounds to MXFP4 and multiplies on `mosaic`;
+`qat-bfloat16`, the same in bfloat16; `mosaic_float` (or another backend), bfloat16 weights that are not rounded;
+`ragged_dot` and `tokamax`, the layer by grouped products of others on the same weights in bfloat16. Results of some
+tokens are checked against the reference in float32, and the gradients of one expert's weights against a dense layer.
+"""
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the systems' processes share the card
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+
+import jmx
+from benchmarks.system_process import begin, described
+from benchmarks.training_layer import TOLERANCE, Case, Outcome, Settings, draw, errors, expected
+from jmx import activations, training
+from jmx.numerics.formats import BlockScaled
+from jmx.perf import bench
+from jmx.perf.machine import seconds
+from jmx.perf.shapes import MODELS, Shape
+from jmx.selection.environment import Environment
+
+EXPERT = 0  # whose weights' gradients are checked
+
+# Gradients of the weights -> those of one expert, gate_up (N, H) and down (H, I).
+OfExpert = Callable[[Any], tuple[jax.Array, jax.Array]]
+
+
+class Trained(NamedTuple):
+    """A system.
+
+    Args:
+        prepare: experts in MXFP4 -> its own weights of the same values.
+        layer: x (T, H), logits (T, E), its own weights -> y (T, H).
+        of_expert: see `OfExpert`.
+    """
+
+    prepare: Callable[[jmx.Experts], Any]
+    layer: Callable[[jax.Array, jax.Array, Any], jax.Array]
+    of_expert: OfExpert
+
+
+def system_of(name: str, shape: Shape) -> Trained:
+    """A system by its name."""
+
+    def layer(backend: str, x: jax.Array, logits: jax.Array, weights: Any) -> jax.Array:
+        return jmx.moe(x, jmx.Logits(logits, shape.method), weights, activation=shape.activation, backend=backend)
+
+    if name in ("ragged_dot", "tokamax"):
+        its = bench.System.of(bench.RAGGED_DOT, shape, 1, Environment.probe())
+        product = jax.lax.ragged_dot if name == "ragged_dot" else tokamax_dot()
+        peer = partial(bench.ragged_dot_layer, shape, ragged_dot=product)
+        return Trained(its.prepare, peer, lambda d: (d.gate_up[EXPERT].T, d.down[EXPERT].T))
+    if name.startswith("qat"):
+        qat = training.QAT(dtype=name.partition("-")[2] or "float32")
+        return Trained(qat.masters, partial(layer, "mosaic"), lambda d: (d.gate_up[EXPERT], d.down[EXPERT]))
+    return Trained(in_bfloat16, partial(layer, name), lambda d: (d.gate_up.values[EXPERT], d.down.values[EXPERT]))
+
+
+def in_bfloat16(experts: jmx.Experts) -> jmx.Experts:
+    """Experts that are not quantized, of the same values."""
+    gate_up, down = map(BlockScaled, experts.dequantize(jnp.bfloat16))
+    biases = experts.gate_up_bias, experts.down_bias
+    return jmx.Experts.of(gate_up, down, *biases, gate_up_order=experts.gate_up_order, format="bfloat16")
+
+
+def tokamax_dot() -> Callable[..., jax.Array]:
+    """tokamax's grouped product, with its gradients, by its Mosaic kernels."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    return lambda rows, weights, sizes: tokamax.ragged_dot(rows, weights, sizes, implementation="mosaic_gpu")
+
+
+def functions(system: Trained) -> tuple[Callable[..., jax.Array], Callable[..., tuple[Outcome, Any]]]:
+    """A layer as a residual block: forward, and with the gradients of x and logits (1, T, E), and of weights."""
+
+    def forward(x: jax.Array, logits: jax.Array, weights: Any) -> jax.Array:
+        return x + system.layer(x, logits[0], weights)
+
+    def both(x: jax.Array, logits: jax.Array, weights: Any, dy: jax.Array) -> tuple[Outcome, Any]:
+        y, vjp = jax.vjp(forward, x, logits, weights)
+        dx, dlogits, dweights = vjp(dy)
+        return Outcome(y, dx, dlogits), dweights
+
+    return forward, both
+
+
+def expert_gradients(shape: Shape, case: Case, experts: jmx.Experts) -> tuple[jax.Array, jax.Array]:
+    """Those of one expert's weights in float32, by a dense layer of all tokens."""
+    weights = tuple(its[EXPERT] for its in experts.dequantize(jnp.float32))
+    biases = [0 if b is None else b[EXPERT].astype(jnp.float32) for b in (experts.gate_up_bias, experts.down_bias)]
+    ids, shares = jmx.route(jmx.Logits(case.logits[0], shape.method))
+    share = jnp.where(ids == EXPERT, shares, 0).sum(-1, keepdims=True)
+
+    def layer(gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        dot = partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
+        h = dot(case.x.astype(jnp.float32), gate_up.T) + biases[0]
+        a = activations.apply(shape.activation, h, shape.gate_up_order)
+        return share * (dot(a, down.T) + biases[1])
+
+    return jax.vjp(layer, *weights)[1](case.dy.astype(jnp.float32))
+
+
+def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -> Any:
+    """The system and its programs at one token count, or why there are none."""
+    try:
+        case = jax.eval_shape(lambda: draw(shape, settings, num_tokens)[:3])
+        system = system_of(name, shape)
+        weights = jax.eval_shape(lambda key: system.prepare(shape.experts(key)), jax.random.key(0))
+        x, logits, dy = case
+        forward, both = functions(system)
+        lowered = jax.jit(forward).lower(x, logits, weights), jax.jit(both).lower(x, logits, weights, dy)
+        return system, *(its.compile() for its in lowered)
+    except Exception as error:  # whatever a library raises for what it does not support
+        return described(error, 300)
+
+
+def measure(shape: Shape, settings: Settings, num_tokens: int, program: Any) -> dict[str, Any]:
+    """Checks the results, and times both functions, in us."""
+    (system, forward, both), case = program, draw(shape, settings, num_tokens)
+    experts = shape.experts(jax.random.split(jax.random.key(1), settings.layers)[0])
+    wanted = expected(shape, case, [experts])
+    of_expert = jax.jit(partial(expert_gradients, shape))(case._replace(checked=jnp.zeros(0)), experts)
+    weights = jax.block_until_ready(jax.jit(system.prepare)(experts))
+    del experts
+    arguments = case.x, case.logits, weights
+    outcome, dweights = both(*arguments, case.dy)
+    found = errors(outcome, wanted, case.checked)
+    for role, got, exact in zip(("dgate_up", "ddown"), system.of_expert(dweights), of_expert, strict=True):
+        found[role] = bench.relative_error(got, exact)
+    del outcome, dweights
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    row: dict[str, Any] = {"rel_err": found, "weight_bytes": nbytes}
+    if not max(found.values()) < TOLERANCE:
+        return row | {"error": "the result is wrong"}
+    calls = {
+        "forward": (forward, partial(forward, *arguments)),
+        "both": (both, partial(both, *arguments, case.dy)),
+    }
+    for name, (compiled, call) in calls.items():
+        time, spread = seconds(call, settings.repeats)
+        row |= {f"{name}_us": 1e6 * time, f"{name}_spread": spread}
+        row[f"{name}_temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+    return row | {"over_forward": row["both_us"] / row["forward_us"]}
+
+
+def main(name: str, text: str) -> None:
+    settings = Settings(**json.loads(text) | {"layers": 1})
+    shape = MODELS[settings.model]
+    with ThreadPoolExecutor(4) as threads:
+        compiling = partial(compile_case, name, shape, settings)
+        programs = dict(zip(settings.tokens, threads.map(compiling, settings.tokens), strict=True))
+    if not begin(name, sum(not isinstance(its, str) for its in programs.values())):
+        return
+    for num_tokens, its in programs.items():
+        if isinstance(its, str):
+            row: dict[str, Any] = {"error": its}
+        else:
+            try:
+                row = measure(shape, settings, num_tokens, its)
+            except Exception as error:  # one token count out of memory leaves the others
+                row = {"error": described(error, 300)}
+        print(json.dumps({"tokens": num_tokens, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
