@@ -58,7 +58,7 @@ def interpreted_too(monkeypatch):
         ({"format": "fp8_block"}, Reason.FORMAT, "'fp8_block'"),
         ({"format": "int8_g32"}, Reason.FORMAT, "'int8_g32'"),
         ({"format": "int4_channel", "hidden_size": 66}, Reason.SHAPE, "hidden_size (=66) must be a multiple of 4"),
-        ({"intermediate_size": 98}, Reason.SHAPE, "intermediate_size (=98) must be a multiple of 4"),
+        ({"intermediate_size": 98}, Reason.SHAPE, "intermediate_size (=98) must be a multiple of 32"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
