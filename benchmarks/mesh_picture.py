@@ -97,7 +97,7 @@ def draw(report: Report, path: str) -> None:
         times.set_xscale("log")
         times.set_yscale("log")
         times.set_ylabel("us a layer")
-        times.legend(frameon=False)
+        times.legend(frameon=False, loc="upper left", fontsize=9)
         tokens = sorted({row.tokens for row in rows})
         efficiency.set_xticks(tokens, [str(count) for count in tokens])
         efficiency.xaxis.set_minor_locator(NullLocator())

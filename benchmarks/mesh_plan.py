@@ -3,10 +3,10 @@
 
     python benchmarks/mesh_plan.py
 
-Rows are tokens that are sent. By `gather` a GPU receives the tokens of all others, and sends as many results; by rows a
-token goes once to each other GPU that has one of its experts. Routing is uniform. Tokens and results are bfloat16, but
-for "FP8": there tokens are codes with 16 bits more for 128 of them. Tokens of a host stay in it: the experts of a layer
-are divided inside one host, and hosts are data parallel.
+By `gather` a GPU receives the tokens of all others, and sends as many results. By `rows` a token goes once to each
+other GPU that has one of its experts, in buffers of 1.5 times these rows, which are sent whole. Routing is uniform.
+Tokens and results are bfloat16, but for "FP8": there tokens are codes with 16 bits more for 128 of them. Tokens of a
+host stay in it: the experts of a layer are divided inside one host, and hosts are data parallel. Nothing overlaps.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from math import comb
 
 BFLOAT16_BYTES = 2
 FP8_BYTES = 1 + 2 / 128  # of the codes of blocks of 128, as jmx/parallel/wire.py sends them
+BUFFER = 1.5  # rows of a buffer over those of even routing, as jmx/parallel/row_plan.py has it
 SIZES = (64, 1024, 8192)  # tokens a GPU
 
 
@@ -61,20 +62,17 @@ class Plan:
     exchange_us: float
     local_us: float
 
-    def efficiency(self, chunks: int) -> float:
-        """The experts' time over that of the layer, whose exchange overlaps with the products of other chunks."""
-        if chunks == 1:
-            return self.local_us / (self.local_us + self.exchange_us)
-        longest = max(self.local_us, self.exchange_us)
-        shortest = min(self.local_us, self.exchange_us)
-        return self.local_us / (longest + shortest / chunks)
+    @property
+    def efficiency(self) -> float:
+        """The experts' time over that of the layer."""
+        return self.local_us / (self.local_us + self.exchange_us)
 
 
 def plan(
     model: Model, ranks: int, tokens: int, rows: bool, link_gb_s: float, latency_us: float, fp8: bool = False
 ) -> Plan:
     """One layer over the GPUs of a host, with `tokens` a GPU. `fp8`: whether tokens are sent as codes."""
-    copies = remote_ranks(model, ranks) if rows else ranks - 1
+    copies = min(ranks - 1, BUFFER * remote_ranks(model, ranks)) if rows else ranks - 1
     sent = tokens * model.hidden * copies * (BFLOAT16_BYTES + (FP8_BYTES if fp8 else BFLOAT16_BYTES))
     return Plan(sent, sent / link_gb_s / 1e3 + 2 * latency_us, model.local_us * tokens / 8192)
 
@@ -82,8 +80,8 @@ def plan(
 def table(link_gb_s: float, latency_us: float) -> str:
     """The table of docs/many_gpus.md, of 8 GPUs."""
     lines = [
-        "| layer | tokens a GPU | exchange | MB sent, both ways | exchange, us | efficiency | in 4 chunks |",
-        "|---|---|---|---|---|---|---|",
+        "| layer | tokens a GPU | exchange | MB sent, both ways | exchange, us | efficiency |",
+        "|---|---|---|---|---|---|",
     ]
     for name, model in MODELS.items():
         for tokens in SIZES:
@@ -91,8 +89,8 @@ def table(link_gb_s: float, latency_us: float) -> str:
                 fp8 = exchange == "rows, FP8"
                 its = plan(model, 8, tokens, exchange != "gather", link_gb_s, latency_us, fp8)
                 # Below some 1024 tokens a GPU the time is that of reading weights, which is not planned here.
-                shares = [f"{its.efficiency(chunks):.0%}" if tokens >= 1024 else "-" for chunks in (1, 4)]
-                cells = [name, str(tokens), exchange, f"{its.sent / 1e6:.1f}", f"{its.exchange_us:.0f}", *shares]
+                share = f"{its.efficiency:.0%}" if tokens >= 1024 else "-"
+                cells = [name, str(tokens), exchange, f"{its.sent / 1e6:.1f}", f"{its.exchange_us:.0f}", share]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

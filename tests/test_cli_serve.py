@@ -35,8 +35,15 @@ def _reads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--cache-tokens", "100"], "`--cache-tokens` (=100) must be at least `--max-length` (="),
         (["--max-length", "5000"], "`--max-length` (=5000) must be at most 1024, the model's context"),
         (["--mesh", "ep"], "`--mesh` (='ep') must be axes as NAME=SIZE"),
-        (["--mesh", "ep=2,dp=2"], "`--mesh` (='ep=2,dp=2') must have no axis that divides requests, and has dp"),
-        (["--mesh", "ep=2", "--mesh-axes", "token=ep,expert=none,heads=none"], "divides requests, and has ep"),
+        (["--mesh", "ep=2,dp=3"], "`--max-users` (=64) must be a multiple of 3, the groups of devices"),
+        (
+            ["--mesh", "ep=3", "--mesh-axes", "token=ep,expert=none,heads=none"],
+            "`--max-users` (=64) must be a multiple",
+        ),
+        (
+            ["--mesh", "dp=2", "--cache-tokens", "2000"],
+            "`--cache-tokens` (=2000) must be at least 2048: `--max-length`",
+        ),
         (["--routing", "zipf"], "`--routing` (='zipf') needs --random"),
         (["--mesh-axes", "heads=none"], "`--mesh-axes` (='heads=none') needs --mesh"),
         (["--backend", "none"], "`--backend` (='none') must be one of"),

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 import jmx
-from jmx import parallel
+from jmx import lora, parallel
 from jmx.checkpoint.quantizing import Errors
 from jmx.checkpoint.quantizing import Report as QuantizingReport
 from jmx.perf.roofline import Limits, Report, Row
@@ -116,6 +116,16 @@ def test_a_comparison_of_placements_has_a_row_for_each_rank(rng):
     assert elements.rows == 5
     words = [word for line in str(found).splitlines() for word in line.split()]
     assert " ".join(elements.texts).split() == words
+
+
+def test_errors_of_merged_adapters_have_a_row_for_each_expert():
+    experts = jmx.Experts.random(jax.random.key(0), 3, 64, 32, gate_up_order="interleaved")
+    adapters = lora.LoRA(2, dtype=jnp.float32).random(jax.random.key(1), experts)
+    found = lora.requantize(experts, jax.tree.map(jnp.ones_like, adapters))  # which change the weights
+    elements = Elements(found._repr_html_())
+    assert elements.rows == 4
+    assert f"{found.errors['down'][2]:.4f}" in elements.texts
+    assert f"{found.relative_errors['gate_up'][0]:.4f}" in elements.texts
 
 
 def test_reports_show_a_row_for_each_layer_and_system():

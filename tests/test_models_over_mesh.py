@@ -2,7 +2,12 @@
 
 import dataclasses
 import functools
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +258,36 @@ def test_saved_models_are_restored_onto_any_mesh(saved: str | None, to: str | No
         for array, its in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             assert array.sharding.is_equivalent_to(its.sharding, array.ndim), path
             assert np.array_equal(array, its), path
+
+
+@pytest.mark.parametrize("stage", ["writing", "written", "renamed"])
+def test_a_save_that_is_killed_leaves_a_whole_model_or_none(stage: str, tmp_path: Path) -> None:
+    """And the one that was saved before; and the next save succeeds, and removes what the killed one left."""
+    script = Path(__file__).with_name("killed_save.py")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(script.parents[1])}
+    command = [sys.executable, script, TINY, tmp_path, stage]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    options: dict[str, Any] = {"format": "mxfp4", "dtype": jnp.float32, **over("ep")}
+    wanted = load(TINY, dtype=jnp.float32, **over("ep"))
+    restored = functools.partial(restore, config=wanted.config, **options)
+    assert same_values(restored(tmp_path / "earlier"), wanted, 1)
+    assert (tmp_path / "model").exists() == (stage == "renamed")
+    if stage == "renamed":
+        assert same_values(restored(tmp_path / "model"), wanted, 2)
+        shutil.rmtree(tmp_path / "model")
+    with pytest.warns(UserWarning, match="which a process left that was killed while it wrote"):
+        save(tmp_path / "model", wanted)
+    assert same_values(restored(tmp_path / "model"), wanted, 1)
+    assert sorted(os.listdir(tmp_path)) == ["earlier", "model"]
+
+
+def same_values(found: Model, wanted: Model, factor: int) -> bool:
+    """Whether these are the weights of `wanted`, floats times a factor."""
+    pairs = zip(*map(variables, (found, wanted)), strict=True)
+    leaves = [map(jax.tree.leaves, (one, other)) for (_, one), (_, other) in pairs]
+    arrays = [pair for one, other in leaves for pair in zip(one, other, strict=True)]
+    return all(np.array_equal(a, b * factor if b.dtype == jnp.float32 else b) for a, b in arrays)
 
 
 def variables(model: Model) -> Any:

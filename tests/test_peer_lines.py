@@ -47,15 +47,34 @@ def test_which_rows_can_be_lines() -> None:
     assert not collectives.can_be_lines([64, 12])
 
 
+def call_of(num_tokens: int, **options: Any) -> Call:
+    """A call of gpt-oss-120b on two ranks."""
+    return Call(("ep",), 2, num_tokens, 4, 2880, 2, True, 128, 64, **options)
+
+
 @pytest.mark.usefixtures("peer_by_collectives")
-def test_it_runs_where_it_is_asked_for_only() -> None:
-    for num_tokens in (1, 64, 1024, 8192):
-        for capacity, chunks in ((None, 1), (1.0, 1), (None, 2)):
-            call = Call(
-                ("ep",), 2, num_tokens, 4, 2880, 2, True, 128, 64, capacity=capacity, chunks=min(chunks, num_tokens)
-            )
-            assert choose(call).exchange.name != "peer_lines"
-    assert choose(Call(("ep",), 2, 1, 4, 2880, 2, True, 128, 64), "peer_lines").exchange.name == "peer_lines"
+@pytest.mark.parametrize(
+    ("num_tokens", "chosen"), [(1, "peer_lines"), (45, "peer_lines"), (46, "peer"), (1448, "peer")]
+)
+def test_few_rows_are_lines_unless_another_exchange_is_asked_for(num_tokens: int, chosen: str) -> None:
+    call = call_of(num_tokens)
+    assert choose(call).exchange.name == chosen
+    for name in ("gather", "rows"):
+        assert choose(call, name).exchange.name == name
+    assert choose(call_of(num_tokens, capacity=1.0)).exchange.name == "rows"
+    assert choose(call_of(num_tokens, chunks=min(num_tokens, 2))).exchange.name == (
+        chosen if num_tokens == 1 else "gather"
+    )
+
+
+@pytest.mark.usefixtures("peer_by_collectives")
+def test_rows_that_cannot_be_lines_are_refused() -> None:
+    rule = "264960 bytes of a device's tokens and twice 736 of their routing must be multiples of 8, and at most 262144"
+    with pytest.raises(ValueError, match=rule):
+        choose(call_of(46), "peer_lines")
+    odd = Call(("ep",), 2, 1, 1, 2880, 2, True, 128, 64)  # 4 bytes of ids
+    assert "twice 4 of their routing" in choose(odd).reasons["peer_lines"]
+    assert choose(odd).exchange.name == "peer"
 
 
 @pytest.mark.aot

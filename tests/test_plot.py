@@ -91,13 +91,20 @@ def test_no_point_is_above_the_roofline(name):
             assert (np.asarray(line.get_ydata()) < 1.05 * roof).all(), line.get_label()
 
 
-def test_serving_has_a_point_for_each_number_of_users(tmp_path):
+def test_serving_has_a_line_for_each_server_and_a_point_for_each_number_of_users():
     path = RESULTS / "serving-h200.json"
     points = json.loads(path.read_text())
+    servers = {its["server"] for its in points if its["users"]}
     for given in (path, str(path), points[::-1]):
-        (line,) = axes_of(plot.serving(given)).lines
-        assert line.get_xydata().tolist() == [[its["users"], its["tok_s"]] for its in points]
-    for wrong in ([], [{"users": 1}], [points[0] | {"users": None}]):
+        lines = axes_of(plot.serving(given)).lines
+        assert {line.get_label() for line in lines} == servers
+        for line in lines:
+            its = [its for its in points if its["server"] == line.get_label() and its["users"]]
+            assert line.get_xydata().tolist() == [[point["users"], point["tok_s"]] for point in its]
+    plain = [{key: value for key, value in its.items() if key != "server"} for its in points if its["users"]]
+    assert len(axes_of(plot.serving(plain)).lines) == 1
+    many = [points[0] | {"server": str(number)} for number in range(7)]
+    for wrong in ([], [{"users": 1}], [points[0] | {"users": None}], many):
         with pytest.raises(ValueError, match="`points`"):
             plot.serving(wrong)
     with pytest.raises(TypeError, match="`points`"):

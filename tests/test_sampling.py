@@ -216,6 +216,12 @@ def test_seeds_of_32_bits_are_drawn_by_and_all_differ(rng: np.random.Generator) 
     assert len({np.asarray(Sampler(1.0, seed=seed)(logits, 0)).tobytes() for seed in seeds}) == len(seeds)
 
 
+@pytest.mark.parametrize("top_p", [1e-300, 1e-45, 1e-6])
+def test_a_tiny_top_p_keeps_the_largest(top_p: float, rng: np.random.Generator) -> None:
+    logits = jnp.asarray(rng.standard_normal((20, 50)) * 10, jnp.float32)
+    assert (np.asarray(Sampler(2.0, top_p)(logits, 0)) == np.asarray(logits).argmax(-1)).all()
+
+
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 @pytest.mark.parametrize("temperature", [1e-50, 1e-38, 1e-20])
 def test_a_tiny_temperature_takes_the_largest(temperature: float, top_p: float, rng: np.random.Generator) -> None:

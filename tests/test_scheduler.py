@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from jmx.serving.scheduling import Drawn, End, Plan, Settings, State, Submit, plan
+from jmx.serving.scheduling import Drawn, End, Plan, Settings, State, Submit, Tokens, plan
 from jmx.serving.scheduling.pages import Pool
 from jmx.serving.scheduling.prefixes import Chain, first_page, reusable
 
@@ -22,6 +22,8 @@ SETTINGS = [
 ]
 # Each also with several tokens of a row in one plan.
 SETTINGS += [replace(its, decode_steps=2 + number % 3, decode_rows=its.max_rows) for number, its in enumerate(SETTINGS)]
+# And with groups of devices.
+SETTINGS += [replace(its, groups=2 + number % 2) for number, its in enumerate(SETTINGS)]
 
 
 def next_token(seen: Sequence[Sequence[int]]) -> int:
@@ -42,7 +44,10 @@ class Device:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.pools = [[[-1] * settings.page for _ in range(pages + 1)] for pages in settings.pages]
+        self.pools = [
+            [[[-1] * settings.page for _ in range(pages + 1)] for pages in settings.pages]
+            for _ in range(settings.groups)
+        ]
         self.last: dict[int, int] = {}  # by slot
 
     def run(self, step: Plan, texts: dict[int, list[int]]) -> list[tuple[int, int]]:
@@ -56,33 +61,36 @@ class Device:
 
     def _run_once(self, step: Plan, texts: dict[int, list[int]]) -> list[tuple[int, int]]:
         page = self.settings.page
-        draws: list[tuple[int, int, int, tuple[tuple[int, ...], ...]]] = []
+        draws: list[tuple[Tokens, int]] = []
         for row in step.rows:
             text = texts[row.id]
             assert (row.count, row.draws) == (1, True)
             token = text[row.start] if row.start < len(text) else self.last[row.slot]
-            self._write(row.tables, row.start, [token])
-            draws.append((row.id, row.slot, row.start, row.tables))
+            self._write(row, [token])
+            draws.append((row, row.start))
         for block in step.blocks:
             assert block.start % page == 0
             assert 1 <= block.count <= page
-            self._write(block.tables, block.start, texts[block.id][block.start : block.start + block.count])
+            self._write(block, texts[block.id][block.start : block.start + block.count])
             if block.draws:
-                draws.append((block.id, block.slot, block.start + block.count - 1, block.tables))
-        drawn = [(id, slot, next_token(self._read(tables, position))) for id, slot, position, tables in draws]
-        self.last |= {slot: token for _, slot, token in drawn}
-        return [(id, token) for id, _, token in drawn]
+                draws.append((block, block.start + block.count - 1))
+        drawn = [(its, next_token(self._read(its, position))) for its, position in draws]
+        self.last |= {its.slot: token for its, token in drawn}
+        return [(its.id, token) for its, token in drawn]
 
-    def _write(self, tables: Sequence[Sequence[int]], start: int, tokens: Sequence[int]) -> None:
-        for pool, table in zip(self.pools, tables, strict=True):
-            for position, token in enumerate(tokens, start):
+    def _pools(self, item: Tokens) -> list[list[list[int]]]:
+        return self.pools[self.settings.group_of(item.slot)]
+
+    def _write(self, item: Tokens, tokens: Sequence[int]) -> None:
+        for pool, table in zip(self._pools(item), item.tables, strict=True):
+            for position, token in enumerate(tokens, item.start):
                 number, at = divmod(position, self.settings.page)
                 assert table[number] > 0, "a page that is read or written belongs to the request"
                 pool[table[number]][at] = token
 
-    def _read(self, tables: Sequence[Sequence[int]], position: int) -> list[list[int]]:
+    def _read(self, item: Tokens, position: int) -> list[list[int]]:
         seen = []
-        for pool, table, window in zip(self.pools, tables, self.settings.windows, strict=True):
+        for pool, table, window in zip(self._pools(item), item.tables, self.settings.windows, strict=True):
             first = 0 if window is None else max(position - window + 1, 0)
             pages = range(first, position + 1)
             assert all(table[at // self.settings.page] for at in pages)
@@ -127,9 +135,14 @@ class Server:
             if len(self.answers[id]) == self.stops[id]:
                 self.events.append(End(id))
         self.reused += sum(count for _, count in step.admitted)
-        assert len(step.rows) <= self.settings.max_rows
-        assert len(step.blocks) <= self.settings.max_blocks
-        assert len(step.rows) + self.settings.page * len(step.blocks) <= self.settings.budget
+        for group in range(self.settings.groups):
+            rows, blocks = (
+                sum(self.settings.group_of(item.slot) == group for item in items) for items in (step.rows, step.blocks)
+            )
+            assert rows <= self.settings.max_rows
+            assert blocks <= self.settings.max_blocks
+            assert rows + self.settings.page * blocks <= self.settings.budget
+            assert step.steps == 1 or rows <= self.settings.decode_rows
         return step
 
     @property
@@ -141,15 +154,20 @@ class Server:
         return min(self.requests[id].max_new_tokens, self.stops[id] or 10**9)
 
     def check_pages(self) -> None:
-        for number, pool in enumerate(self.state.pools):
-            users = [page for request in self.state.running for page in request.tables[number] if page]
-            for page in range(1, pool.size + 1):
-                assert pool.users(page) == users.count(page)
-                assert pool.is_free(page) == (page not in users)
-            assert not any(page for request in self.state.waiting for page in request.tables[number])
+        for group, pools in enumerate(self.state.pools):
+            running = [its for its in self.state.running if self.settings.group_of(its.slot) == group]
+            for number, pool in enumerate(pools):
+                users = [page for request in running for page in request.tables[number] if page]
+                for page in range(1, pool.size + 1):
+                    assert pool.users(page) == users.count(page)
+                    assert pool.is_free(page) == (page not in users)
+        assert not any(page for request in self.state.waiting for table in request.tables for page in table)
         slots = [request.slot for request in self.state.running]
         assert len({*slots}) == len(slots)
-        assert all(0 <= slot < self.settings.max_rows for slot in slots)
+        assert all(0 <= slot < self.settings.groups * self.settings.max_rows for slot in slots)
+        for requests in (self.state.running, self.state.waiting):
+            numbers = [request.number for request in requests]
+            assert numbers == sorted(numbers)
 
     def finish(self) -> None:
         """Runs until nothing is left, within a bound: each step brings the oldest request nearer to its end."""
@@ -166,7 +184,8 @@ class Server:
             assert self.answers[id] == answer(request, self.settings.windows)[: self.wanted(id)]
         assert not self.state.running
         assert not self.state.waiting
-        assert [pool.num_free for pool in self.state.pools] == [*self.settings.pages]
+        for pools in self.state.pools:
+            assert [pool.num_free for pool in pools] == [*self.settings.pages]
 
 
 class Machine(RuleBasedStateMachine):
@@ -309,6 +328,43 @@ def test_rows_that_draw_several_tokens_are_preempted_and_stopped(reuse, stop):
     server.finish()
 
 
+def test_groups_share_the_load_and_a_prefix_is_reused_where_it_is():
+    settings = replace(SETTINGS[1], groups=3)
+    server = Server(settings)
+    prompt = tuple(index % 3 for index in range(24))
+    for id in range(6):
+        server.submit(Submit(id, (id, 1), 8))
+    server.step()
+    assert sorted(settings.group_of(its.slot) for its in server.state.running) == [0, 0, 1, 1, 2, 2]
+    server.finish()
+    server.submit(Submit(6, (1,), 4))
+    server.submit(Submit(7, prompt, 1))
+    server.step()
+    assert [settings.group_of(its.slot) for its in server.state.running] == [0, 1]
+    server.finish()
+    server.submit(Submit(8, prompt, 1))
+    assert server.step().admitted == ((8, 20),)
+    assert [settings.group_of(its.slot) for its in server.state.running] == [1]
+    server.finish()
+
+
+def test_a_group_without_pages_preempts_its_own_youngest():
+    """And the preempted one goes on in another group, if that has pages."""
+    settings = Settings((9,), (None,), max_length=32, max_rows=2, max_blocks=8, budget=40, page=4, groups=2)
+    server = Server(settings)
+    for id, new in enumerate((26, 3, 26)):
+        server.submit(Submit(id, (id, 1, 2, 3), new))
+    groups, preempted = {}, []
+    for _ in range(40):
+        preempted += server.step().preempted
+        for request in server.state.running:
+            groups.setdefault(request.id, []).append(settings.group_of(request.slot))
+    assert {*groups[0]} == {0}
+    assert preempted == [2]
+    assert {*groups[2]} == {0, 1}
+    server.finish()
+
+
 def test_wrong_requests_are_errors():
     state, _ = plan(State.of(SETTINGS[0]), [Submit(0, (1,), 1)])
     for wrong in (Submit(0, (1,), 1), Submit(1, (), 1), Submit(1, (1,), 0), Submit(1, (1,) * 30, 1)):
@@ -329,6 +385,7 @@ def test_wrong_requests_are_errors():
         ({"budget": 6}, "`budget` .=6. must be at least 7"),
         ({"decode_steps": 0}, "`decode_steps` .=0. must be at least 1"),
         ({"decode_rows": 0}, "`decode_rows` .=0. must be at least 1"),
+        ({"groups": 0}, "`groups` .=0. must be at least 1"),
     ],
 )
 def test_wrong_settings_are_errors(change, message):
@@ -338,10 +395,10 @@ def test_wrong_settings_are_errors(change, message):
 
 def test_a_plan_changes_no_state():
     state, _ = plan(State.of(SETTINGS[0]), [Submit(0, (1, 2, 3, 4, 5), 3)])
-    before = [(pool.num_free, pool.copy()) for pool in state.pools]
+    before = [pool.num_free for pool in state.pools[0]]
     first, second = plan(state, [Drawn(0, 1)]), plan(state, [Drawn(0, 1)])
     assert first[1] == second[1]
-    assert [pool.num_free for pool in state.pools] == [count for count, _ in before]
+    assert [pool.num_free for pool in state.pools[0]] == before
     assert first[0].running == second[0].running
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import threading
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -12,7 +13,7 @@ import text_checkpoints
 
 from jmx.cli.serving import IdTokenizer
 from jmx.serving import server
-from jmx.serving.api import Service, make_app
+from jmx.serving.api import Service, body, make_app
 from jmx.serving.engine import Output
 
 pytest.importorskip("uvicorn")
@@ -56,9 +57,11 @@ def app(outputs: list[Output] | None = None, *, max_open: int = 4, tokenizer: An
     return make_app(Service(client, "tiny", tokenizer, None, frozenset({257}), 258, max_open)), client
 
 
-async def ask(its: Any, body: Any, path: str = "/v1/completions", method: str = "POST", *, leaves: float | None = None):
+async def ask(
+    its: Any, content: Any, path: str = "/v1/completions", method: str = "POST", *, leaves: float | None = None
+):
     """Status, headers and body of an answer. The client goes away after `leaves` seconds."""
-    data = [body if isinstance(body, bytes) else json.dumps(body).encode()]
+    data = [content if isinstance(content, bytes) else json.dumps(content).encode()]
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
     scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
     scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "asgi": {"spec_version": "2.3"}}
@@ -129,7 +132,7 @@ KEYS = ",".join(f'"k{number}": 1' for number in range(100_000))
 
 
 @pytest.mark.parametrize(
-    ("body", "field", "message"),
+    ("content", "field", "message"),
     [
         (f'{{{KEYS}, "k99999": 2}}'.encode(), None, "the key 'k99999' is there twice"),
         (f"{{{KEYS}}}".encode(), "k0", "is not a field"),
@@ -144,17 +147,44 @@ KEYS = ",".join(f'"k{number}": 1' for number in range(100_000))
         (ASKED | {"bad_words": ["a" * 1025]}, "bad_words", "at most 1024"),
         (ASKED | {"logit_bias": {"1": "-100"}}, "logit_bias", "(='-100') must be -100"),
         (b"[" * 4_000_000, None, "fewer levels"),
+        (ASKED | {"\ud800": 1}, "\\ud800", "`\\ud800` is not a field"),
+        (ASKED | {"stream_options": {"\ud800": 1}}, "stream_options", "`\\ud800` is not a field"),
+        (ASKED | {"seed": 10**4000}, "seed", "..."),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_large_and_wrong_bodies_take_little_time(body: Any, field: str | None, message: str) -> None:
+def test_large_and_wrong_bodies_take_little_time(content: Any, field: str | None, message: str) -> None:
     its, client = app()
     before = time.process_time()
-    status, _, found = answer(its, body)
+    status, _, found = answer(its, content)
     assert (status, found["error"]["param"]) == (400, field)
     assert message in found["error"]["message"]
+    assert len(found["error"]["message"]) < 1100
     assert time.process_time() - before < 5
     assert client.asked == 0
+
+
+def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on, parse = threading.Event(), threading.Event(), body.parse
+
+    def held(data: bytes) -> Any:
+        reading.set()
+        assert go_on.wait(60)
+        return parse(data)
+
+    async def both() -> tuple[int, int]:
+        its, _ = app(DONE)
+        with monkeypatch.context() as patch:
+            patch.setattr(body, "parse", held)
+            large = asyncio.ensure_future(ask(its, ASKED | {"user": "a" * 300_000}))
+            while not reading.is_set():
+                await asyncio.sleep(0.01)
+        small = await ask(its, ASKED)
+        assert not large.done()
+        go_on.set()
+        return small[0], (await large)[0]
+
+    assert asyncio.run(both()) == (200, 200)
 
 
 def test_wrong_chats_are_errors() -> None:

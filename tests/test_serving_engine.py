@@ -317,7 +317,7 @@ def test_an_exported_step_runs_without_model_code(tmp_path: pathlib.Path, rng: n
         engine = Engine(load(checkpoint, dtype=jnp.float32, backend="xla"), LIMITS)
     exported = engine.export(3)
     inputs = engine._padding(3, 0)
-    for tables, pool in zip(inputs.tables, engine._state.pools, strict=True):
+    for tables, pool in zip(inputs.tables, engine._state.pools[0], strict=True):
         tables[:] = rng.integers(1, pool.size + 1, tables.shape)
     inputs.positions[:], inputs.row_tokens[:] = rng.integers(72, size=3), rng.integers(256, size=3)
     inputs.counts[:], inputs.slots[:], inputs.draws[:] = 1, np.arange(3), True
@@ -336,29 +336,52 @@ def test_an_exported_step_runs_without_model_code(tmp_path: pathlib.Path, rng: n
     assert len(exported.inputs) == len(jax.tree.leaves(inputs))
 
 
-@pytest.mark.slow
-@pytest.mark.devices(2)
-@pytest.mark.parametrize("axis", ["ep", "tp"])
-def test_a_mesh_gives_the_same_tokens(axis: str, rng: np.random.Generator) -> None:
-    mesh = jax.make_mesh((2,), (axis,), axis_types=(AxisType.Auto,))
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = text_checkpoints.write(pathlib.Path(folder, "gpt_oss"), "gpt_oss", layers=2)
-        engine = Engine(load(checkpoint, dtype=jnp.float32, mesh=mesh), LIMITS)
-    prompts = [tuple(rng.integers(256, size=size).tolist()) for size in (1, 20, 40)]
-    requests = [Generate(id, prompt, 12, SAMPLERS[id]) for id, prompt in enumerate(prompts)]
+MESHES = [{"ep": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}, {"both": 2}]
+MESHES = [{"dp": 2, "ep": 2}, *(pytest.param(axes, marks=pytest.mark.slow) for axes in MESHES)]
+# An axis "both" divides requests and experts, whose tokens are exchanged.
+AXES = {"expert": ("ep", "both"), "heads": ("ep", "tp"), "token": ("dp", "both")}
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "x".join(axes))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mesh_gives_the_same_tokens(name: str, axes: dict[str, int], rng: np.random.Generator) -> None:
+    """With every sampler, prompts that share pages, and too few pages; of dp, each group has what one device has."""
+    mesh = jax.make_mesh((*axes.values(),), (*axes,), axis_types=(AxisType.Auto,) * len(axes))
+    named = {key: tuple(name for name in names if name in axes) for key, names in AXES.items()}
+    options: Any = {"dtype": jnp.float32, "mesh": mesh, "axes": named}
+    if name in CHECKPOINTS:
+        named["intermediate"] = ()  # their experts are floats
+        divided = load(CHECKPOINTS[name], **options)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            divided = load(text_checkpoints.write(pathlib.Path(folder, name), name, layers=2), **options)
+    groups, vocabulary = divided.split.ways("token"), divided.config.vocab_size
+    limits = dataclasses.replace(LIMITS, max_users=groups * 3, cache_tokens=groups * 128, prompt_tokens=groups * 32)
+    engine = Engine(divided, limits)
+    shared = rng.integers(vocabulary, size=32).tolist()
+    prompts = [(*shared[: 8 + 8 * (id % 4)], *rng.integers(vocabulary, size=4).tolist()) for id in range(9)]
+    requests = [Generate(id, prompt, 36, SAMPLERS[id % 6], logprobs=id == 4) for id, prompt in enumerate(prompts)]
+    outputs: list[Output] = []
     for request in requests:
         engine.submit(request)
-    outputs = finish(engine)
+        outputs += engine.step()
+    finish(engine, outputs)
     for request in requests:
-        assert tokens_of(outputs, request.id) == alone("gpt_oss", request)
+        assert tokens_of(outputs, request.id) == alone(name, request)
+    assert engine.statistics.cached_tokens > 0
+    assert engine.statistics.preempted > 0 or None not in engine._pools.windows  # windows need few pages
+    assert engine.statistics.load.sum() > 0
 
 
-def test_a_mesh_that_divides_rows_is_an_error() -> None:
-    split = ModelSplit.of(jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Auto,)))
-    config = model("gpt_oss").config
-    divided = from_source(random_source(config), split=split)
-    with pytest.raises(ValueError, match="no mesh axes of tokens"):
+@pytest.mark.devices(2)
+def test_requests_that_groups_of_devices_do_not_divide_are_an_error() -> None:
+    split = ModelSplit.of(jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,)))
+    divided = from_source(random_source(model("gpt_oss").config), split=split)
+    with pytest.raises(ValueError, match=r"`max_users` \(=3\) must be a multiple of 2"):
         Engine(divided, LIMITS)
+    with pytest.raises(ValueError, match=r"`cache_tokens` \(=140\) must be at least 144"):
+        Engine(divided, dataclasses.replace(LIMITS, max_users=4, cache_tokens=140))
 
 
 def test_answers_fit_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:

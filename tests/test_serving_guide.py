@@ -1,5 +1,6 @@
 """Guides: of each token of an answer, which ones a schema allows, in the content only."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,19 @@ def test_thoughts_are_free() -> None:
 def test_wrong_schemas_are_errors(schema) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"const": "a" * 70_000}, "(of 70013 characters) must have at most 65536"),
+        ({"type": "array", "items": [{"type": "integer", "multipleOf": 10_001}]}, "`multipleOf` (=10001) must be at"),
+        ({"type": "number", "multipleOf": float("inf")}, "`multipleOf` (=inf)"),
+        ({"type": "integer", "minimum": "é" * 200}, "must be"),  # llguidance panics
+    ],
+    ids=["long", "multiple", "infinite", "panic"],
+)
+def test_schemas_that_would_take_long_or_end_the_process_are_errors(schema, message: str, capfd) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_schema(schema)
+    capfd.readouterr()

@@ -101,23 +101,29 @@ def browser(tmp_path: pathlib.Path) -> Iterator[Browser]:
 
 def test_the_page_shows_the_model_and_talks(tmp_path: pathlib.Path, browser: Browser) -> None:
     key = "a-key-of-24-characters-x"
-    with serving(tmp_path, "gpt_oss", key=key) as server:
+    with serving(tmp_path, "qwen3_moe", key=key) as server:  # of its answers all is content
         browser.call("Page.navigate", url=f"{server.url}/")
         browser.wait_for("document.getElementById('state')?.textContent === 'ready'")
         browser.wait_for("!document.getElementById('key').hidden")
         type_key = f"document.getElementById('key').value = '{key}'"
         browser.value(f"{type_key}; document.getElementById('key').dispatchEvent(new Event('change')); 0")
-        assert browser.wait_for("model") == "gpt_oss"
+        assert browser.wait_for("model") == "qwen3_moe"
         refused = [error for error in browser.errors if "401" in json.dumps(error)]
         assert browser.errors == refused  # of requests before the key was there
         browser.value("document.getElementById('text').value = 'Why <b>is</b> it?'; 0")
-        browser.value("document.getElementById('form').requestSubmit(); 0")
-        browser.wait_for("messages.length === 2 && running === null")
+        for _ in range(5):  # random weights may end an answer before it has begun
+            browser.value("document.getElementById('form').requestSubmit(); 0")
+            browser.wait_for("running === null")
+            if browser.value("messages.length") == 2:
+                break
+            assert browser.value("document.querySelectorAll('.message.error').length") > 0
+        assert browser.value("messages.length") == 2
         assert (
-            browser.value("document.querySelector('.message.user div:last-child').textContent") == "Why <b>is</b> it?"
+            browser.value("[...document.querySelectorAll('.message.user div:last-child')].at(-1).textContent")
+            == "Why <b>is</b> it?"
         )
         assert browser.value("document.querySelectorAll('.message.assistant').length") == 1
         browser.wait_for("!document.getElementById('experts').hidden")
-        assert browser.value("document.getElementById('load').width") == 8
+        assert browser.value("document.getElementById('load').width") == 4
         assert "tokens/s" in browser.value("document.getElementById('numbers').textContent")
         assert browser.errors == refused

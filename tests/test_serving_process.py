@@ -30,7 +30,7 @@ def server(tmp_path: pathlib.Path) -> Iterator[Server]:
 def test_sigterm_drains(server: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         answers = [threads.submit(server.post, "/v1/completions", ASKED) for _ in range(4)]
-        while server.metric("jmx_prompt_tokens_total") < 4:
+        while server.metric("jmx_prompt_tokens_total") < 4 * len(ASKED["prompt"]):  # a token of each byte
             time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -87,6 +87,19 @@ def test_an_engine_that_is_killed_is_started_once_more(server: Server) -> None:
     log = server.log.read_text()
     assert "is started again" in log
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in children)
+
+
+def test_groups_of_devices_answer_alike(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight answers at a time from `dp=2,ep=2`, and each alone from one device."""
+    asked = [ASKED | {"prompt": f"The sea {id}", "max_tokens": 40, "temperature": 0} for id in range(8)]
+    with serving(tmp_path, "gpt_oss") as server:
+        alone = [server.post("/v1/completions", its)[1]["choices"] for its in asked]
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    with serving(tmp_path, "gpt_oss", "--mesh", "dp=2,ep=2", "--max-users", "4") as server:
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            answers = [*threads.map(lambda its: server.post("/v1/completions", its)[1]["choices"], asked)]
+        server.wait_until("idle")
+    assert answers == alone
 
 
 def test_a_server_that_is_killed_leaves_no_engine(server: Server) -> None:

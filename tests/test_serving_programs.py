@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from typing import Any
 
 import aot
@@ -13,18 +14,17 @@ from memory import temporary_bytes
 
 import jmx
 from jmx.checkpoint.model_configs.gpt_oss import PUBLISHED
-from jmx.models import GptOss
+from jmx.models import GptOss, ModelSplit
 from jmx.models.forward import Weights
 from jmx.serving.engine.limits import Pools
-from jmx.serving.engine.step import Inputs, decode_of
+from jmx.serving.engine.step import Inputs, decode_of, pass_of
 
 ROWS, PAGE, PAGES = 8, 128, 256
 
 
 def decode(pages_of: int = PAGES) -> tuple[Any, list[Any]]:
     """Four passes of two layers of gpt-oss-20b, and abstract arguments."""
-    config = PUBLISHED["gpt-oss-20b"]
-    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
+    config = _two_layers()
     with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
         model = nnx.eval_shape(
             lambda: GptOss(config, format=jmx.MXFP4, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0))
@@ -34,6 +34,11 @@ def decode(pages_of: int = PAGES) -> tuple[Any, list[Any]]:
     inputs = Inputs.padding(ROWS, 0, PAGE, [16] * len(pools.windows), ROWS)
     given = [weights.arrays, pages, jax.ShapeDtypeStruct((ROWS,), jnp.int32), inputs]
     return decode_of(weights, pools.of_layer, 4), given
+
+
+def _two_layers() -> Any:
+    config = PUBLISHED["gpt-oss-20b"]
+    return dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
 
 
 @pytest.mark.aot
@@ -53,3 +58,24 @@ def test_several_passes_copy_no_pages() -> None:
         for function, given in map(decode, (64, 1024))
     )
     assert many - few < 1024
+
+
+@pytest.mark.aot
+def test_groups_of_devices_move_nothing() -> None:
+    """Rows and blocks of two groups, with the kernels for Hopper on each of two H200s."""
+    split = ModelSplit.of(jax.sharding.Mesh(aot.mesh_of("h200", 2).devices, ("dp",)))
+    config = _two_layers()
+    with jax.sharding.use_abstract_mesh(split.mesh.abstract_mesh):
+        model = nnx.eval_shape(
+            lambda: GptOss(config, format=jmx.MXFP4, dtype=jnp.bfloat16, split=split, rngs=nnx.Rngs(0))
+        )
+        pages = [model.cache_layers(2 * PAGES, PAGE)[number] for number in range(2)]
+        weights, pools = Weights.of(model), Pools.of(model)
+        arrays = [jax.ShapeDtypeStruct(its.shape, its.dtype, sharding=split.sharding()) for its in weights.arrays]
+        inputs = Inputs.padding(ROWS, 2, PAGE, [16] * len(pools.windows), 2 * ROWS, 2)
+        last = jax.ShapeDtypeStruct((2 * ROWS,), jnp.int32, sharding=split.sharding())
+        function = jax.jit(pass_of(weights, pools.of_layer), donate_argnums=1)
+        text = function.lower(arrays, pages, last, inputs).compile().as_text() or ""
+    for kernel in ("flash_decode", "flash_prefill", "write_rows", "write_blocks", "mosaic_block"):
+        assert kernel in text
+    assert not re.findall(r" (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text)

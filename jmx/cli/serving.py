@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import functools
 import ipaddress
+import math
 import os
 import socket
 from pathlib import Path
@@ -63,8 +64,6 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.mesh is None:
             raise ValueError(f"`--mesh-axes` (={arguments.mesh_axes!r}) needs --mesh")
         mesh_argument.axes(arguments.mesh_axes)
-    if arguments.mesh is not None:
-        _check_no_rows(arguments)
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"`--port` (={arguments.port}) must be in 0..{(1 << 16) - 1}")
     if arguments.max_waiting < 0:
@@ -74,20 +73,18 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.name is not None and not (arguments.name and arguments.name.isprintable()):
         raise ValueError(f"`--name` (={arguments.name!r}) must be at least one character, all of them printable")
     check_seed("--seed", arguments.seed)
-    _limits(arguments, _or(arguments.max_length, _LONGEST))
+    _limits(arguments, _or(arguments.max_length, 2))  # by default that of a model, which is not read yet
 
 
-def _check_no_rows(arguments: argparse.Namespace) -> None:
-    """ValueError for mesh axes that divide requests, which share pages of the cache."""
+def _groups(arguments: argparse.Namespace) -> int:
+    """The groups of devices into which --mesh divides requests."""
     from jmx.models.model_split import DEFAULT_AXES
 
+    if arguments.mesh is None:
+        return 1
     given = {} if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
     named = given.get("token", DEFAULT_AXES["token"]) or ()
-    if dividing := [name for name in mesh_argument.sizes(arguments.mesh) if name in named]:
-        raise ValueError(
-            f"`--mesh` (={arguments.mesh!r}) must have no axis that divides requests, and has {dividing[0]}: they "
-            "share the cache. ep and tp divide the model; a server of its own on other devices serves more requests"
-        )
+    return math.prod(size for name, size in mesh_argument.sizes(arguments.mesh).items() if name in named)
 
 
 def _or(number: int | None, default: int) -> int:
@@ -97,7 +94,7 @@ def _or(number: int | None, default: int) -> int:
 def _limits(arguments: argparse.Namespace, max_length: int, cache_tokens: int = MOST) -> Limits:
     """The engine's limits. `cache_tokens` counts if the arguments have none."""
     try:
-        return Limits(
+        limits = Limits(
             max_users=arguments.max_users,
             max_length=max_length,
             cache_tokens=_or(arguments.cache_tokens, cache_tokens),
@@ -106,6 +103,8 @@ def _limits(arguments: argparse.Namespace, max_length: int, cache_tokens: int = 
             decode_steps=arguments.decode_steps,
             reuse=not arguments.no_prefix_reuse,
         )
+        limits.of_group(_groups(arguments))
+        return limits
     except ValueError as error:
         flags = {name: f"--{name.replace('_', '-')}" for name in Limits.__dataclass_fields__}
         message = str(error)

@@ -11,7 +11,9 @@ from jmx.lora.adapters import Adapters
 from jmx.lora.forms import fused
 from jmx.numerics import formats
 from jmx.numerics.formats import Format
+from jmx.util import html
 from jmx.util.checks import check_dtype, check_instance
+from jmx.util.tables import numbers
 from jmx.util.typing import Array, Float, Float32
 
 
@@ -29,6 +31,13 @@ class Requantized(NamedTuple):
     experts: Experts
     errors: dict[str, Float32[np.ndarray, " E"]]
     relative_errors: dict[str, Float32[np.ndarray, " E"]]
+
+    def _repr_html_(self) -> str:
+        """A row for each expert."""
+        columns = [f"{name}, over {what}" for name in self.errors for what in ("the change", "the weight")]
+        both = [of[name] for name in self.errors for of in (self.errors, self.relative_errors)]
+        rows = ([str(expert), *(f"{error:.4f}" for error in its)] for expert, its in enumerate(zip(*both, strict=True)))
+        return "<p>Rounding errors</p>" + html.table(numbers("expert", *columns), rows)
 
 
 def merge(

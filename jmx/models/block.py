@@ -41,7 +41,7 @@ class AttentionSublayer(nnx.Module):
         rows, cached = ("token",), self.attention.cache_axes
         if isinstance(cache, PagedLayer):
             of_tokens = (x, rows), (starts, rows), (angles, rows)
-            arguments = (*of_tokens, (cache.pages, cached), (cache.places, ()))
+            arguments = (*of_tokens, (cache.pages, cached), (cache.places, rows))
             function = partial(_attended_pages, cache.num_rows)
             x, pages = on_each_device(self.split, (self.norm, self.attention), function, arguments, (rows, cached))
             return x, replace(cache, pages=pages)
@@ -53,8 +53,7 @@ class AttentionSublayer(nnx.Module):
 def _attended(
     norm: RMSNorm, attention: Any, x: jax.Array, starts: jax.Array | None, angles: Any, cache: Any
 ) -> tuple[jax.Array, Any]:
-    attended, cache = attention(x, norm, starts, angles, cache)
-    return x + attended, cache
+    return attention(x, norm, starts, angles, cache)
 
 
 def _attended_pages(
@@ -83,8 +82,7 @@ class MoESublayer(nnx.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None
     ) -> tuple[jax.Array, MoERecord]:
-        normed = self.norm(x)
-        logits = self.router(x, self.norm)
+        logits, normed = self.router.beside_norm(x, self.norm)
         if expert_ids is not None:  # restrict the choice to these
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)

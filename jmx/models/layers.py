@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 import jmx
+from jmx.models import few_rows
 from jmx.models.quantized_weights import QuantizedWeights
 from jmx.parallel.peer import all_sum
 from jmx.xla.dot import precision
@@ -66,15 +67,40 @@ class Linear(nnx.Module):
         self.weights: nnx.Variable = nnx.Param(values, divided=divided)
         self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype), divided=divided[:1]) if bias else None)
         self.summed: tuple[str, ...] = ()  # mesh axes along which devices have other inputs
+        self.local = True  # whether arrays in a call are those of one device
 
     def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
         """x (..., in), or the input of `norm` -> float32 (..., out)."""
-        bias = None if self.bias is None else self.bias[...]
         if not self.summed:
-            return project(x, self.weights.get_value(), bias, norm)
+            return self._by_kernel(x, norm)[0]
         part = project(x, self.weights.get_value(), None, norm).astype(x.dtype)
         out = all_sum(part, self.summed).astype(jnp.float32)
-        return out if bias is None else out + bias.astype(jnp.float32)
+        return out if self.bias is None else out + self.bias[...].astype(jnp.float32)
+
+    def add_to(self, residual: jax.Array, x: jax.Array) -> jax.Array:
+        """The result for x (..., in), rounded to the dtype of `residual` (..., out), added to it."""
+        if self.summed:
+            return residual + self(x).astype(residual.dtype)
+        return self._by_kernel(x, None, residual=residual)[0]
+
+    def beside_norm(self, x: jax.Array, norm: RMSNorm) -> tuple[jax.Array, jax.Array]:
+        """The result for the input x of `norm`, and norm(x)."""
+        out, normed = self._by_kernel(x, norm, normed=True)
+        assert normed is not None
+        return out, normed
+
+    def _by_kernel(
+        self, x: jax.Array, norm: RMSNorm | None, *, residual: jax.Array | None = None, normed: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The result, or with `residual` its sum with that, and with `normed` norm(x): by a kernel where one can."""
+        weights, bias = self.weights.get_value(), None if self.bias is None else self.bias[...]
+        if self.local and not self.summed:
+            found = few_rows.linear(x, weights, bias, norm, residual=residual, normed=normed)
+            if found is not None:
+                return found
+        out = project(x, weights, bias, norm)
+        out = out if residual is None else residual + out.astype(residual.dtype)
+        return out, norm(x) if normed and norm is not None else None
 
     def floats(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The weights in floats."""

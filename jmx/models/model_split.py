@@ -115,11 +115,16 @@ class ModelSplit:
                 )
 
     def mark_sums(self, model: nnx.Module) -> None:
-        """Sets the mesh axes along which products and norms of a model are sums of the devices' parts."""
+        """Sets the mesh axes along which products and norms of a model are sums of the devices' parts.
+
+        Products that are not divided may be outside of `per_device.on_each_device`: XLA then divides their tokens.
+        """
         for _, module in nnx.iter_modules(model):
             if isinstance(module, Linear | RMSNorm):
                 key = module.divided[1] if isinstance(module, Linear) else module.divided
                 module.summed = () if key is None else getattr(self, key)
+            if isinstance(module, Linear):
+                module.local = any(module.divided)
 
     def check_rows(self, name: str, rows: int) -> None:
         """Raises ValueError, naming the argument, unless this divides the rows of a batch evenly."""

@@ -34,7 +34,8 @@ class PagedLayer:
     Args:
         pages: (parts, pages, heads, page, W), of what attention keeps of a token, such as keys and values.
         places: of the tokens.
-        num_rows: B; static.
+        num_rows: B; static. If a mesh divides the rows of a batch, its groups of devices have B rows and M blocks each,
+            one group after the other, and tables have numbers of a group's own pages.
     """
 
     pages: jax.Array
@@ -46,12 +47,20 @@ class PagedLayer:
         """Tokens of a page."""
         return self.pages.shape[3]
 
+    def tokens(self) -> tuple[jax.Array, jax.Array]:
+        """Pages of the rows' tokens and of the blocks, and places there, int32 (B + M,)."""
+        number, at = jnp.divmod(self.places.positions, self.page)
+        return jnp.take_along_axis(self.places.tables, number[:, None], axis=1)[:, 0], at
+
+    def with_pages(self, pages: jax.Array) -> "PagedLayer":
+        """With other pages, such as those that a kernel wrote to."""
+        return replace(self, pages=pages)
+
     def write(self, parts: Sequence[jax.Array]) -> "PagedLayer":
         """With parts (B + M * page, 1, heads, W) of the step's tokens in their pages."""
         rows, page = self.num_rows, self.page
         new = jnp.stack(parts)[:, :, 0].astype(self.pages.dtype)
-        number, at = jnp.divmod(self.places.positions, page)
-        pages = jnp.take_along_axis(self.places.tables, number[:, None], axis=1)[:, 0]
+        pages, at = self.tokens()
         written, kernels = self.pages, _takes_kernels(self.pages)
         if rows and kernels:
             written = write_pages.write_rows(written, new[:, :rows], pages[:rows], at[:rows])
@@ -64,7 +73,7 @@ class PagedLayer:
                 written = write_pages.write_blocks(written, blocks, pages[rows:])
             else:
                 written = written.at[:, pages[rows:]].set(blocks.swapaxes(2, 3))
-        return replace(self, pages=written)
+        return self.with_pages(written)
 
 
 def _takes_kernels(pages: jax.Array) -> bool:

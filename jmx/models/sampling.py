@@ -119,6 +119,7 @@ def likeliest(logits: jax.Array, top_k: jax.Array | None, top_p: jax.Array | Non
     if top_p is not None:
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        top_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)  # a smaller one is 0 in float32, and the first is kept
         least = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     return logits

@@ -3,9 +3,8 @@
 Collectives of one part do not depend on products of another. Whether they overlap is up to XLA's scheduler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -35,21 +34,22 @@ def fault(num_tokens: int, chunks: int) -> str | None:
 def in_chunks(
     chunks: int, send: Send, compute: Compute, give_back: Return, x: Float[Array, "T H"], routing: Routing
 ) -> Float[Array, "T H"]:
-    """The results of all tokens, one chunk after the other through the three steps."""
+    """The results of all tokens, one chunk after the other through the three steps.
+
+    A chunk is sent while the one before is multiplied, not earlier: XLA's scheduler would send all of them first, with
+    nothing to multiply meanwhile. Nor do two collectives of one kind run at once, of which XLA would make one.
+    """
     if chunks == 1:
         return give_back(compute(*send(x, routing)))
     bounds = pairwise(accumulate(sizes(len(x), chunks), initial=0))
     parts = [(x[begin:end], Routing(*(array[begin:end] for array in routing))) for begin, end in bounds]
-    sent = _in_order(lambda part: send(*part), parts)
-    return jnp.concatenate(_in_order(give_back, [compute(*its) for its in sent]))
-
-
-def _in_order(collective: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
-    """`collective` of each part, which starts after that of the part before: XLA would make one collective of several
-    that do not depend on each other."""
-    results: list[Any] = []
-    for part in parts:
-        if results:
-            part, results[-1] = lax.optimization_barrier((part, results[-1]))
-        results.append(collective(part))
-    return results
+    sent, computed, returned = [send(*parts[0])], [], []
+    for index in range(chunks):
+        if index + 1 < chunks:
+            part, sent[-1], computed[-1:] = lax.optimization_barrier((parts[index + 1], sent[-1], computed[-1:]))
+            sent.append(send(*part))
+        computed.append(compute(*sent[index]))
+        if returned:
+            computed[-1], returned[-1] = lax.optimization_barrier((computed[-1], returned[-1]))
+        returned.append(give_back(computed[-1]))
+    return jnp.concatenate(returned)

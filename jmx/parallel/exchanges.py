@@ -7,7 +7,7 @@ from jmx.parallel.gather import Gather
 from jmx.parallel.peer import Peer, PeerLines
 from jmx.parallel.rows import Rows
 
-EXCHANGES: dict[str, Exchange] = {exchange.name: exchange for exchange in (Peer(), Gather(), Rows(), PeerLines())}
+EXCHANGES: dict[str, Exchange] = {exchange.name: exchange for exchange in (PeerLines(), Peer(), Gather(), Rows())}
 
 
 class Choice(NamedTuple):

@@ -98,11 +98,11 @@ def _divisions(
     for split in splits:
         refusals = []
         for count in found:
-            division = _division(shape, count, mesh, split)
-            if division.call is None or division.chosen is not None:
-                found[count].append(division)
+            its = division(shape, count, mesh, split)
+            if its.call is None or its.chosen is not None:
+                found[count].append(its)
                 continue
-            asked = [(name, no) for name, _, no in division.trail if split.exchange in (None, name)]
+            asked = [(name, no) for name, _, no in its.trail if split.exchange in (None, name)]
             refusals.append("; ".join(f"{name}: {no}" for name, no in asked))
             progress(f"{split} does not run with {count} tokens a device: {refusals[-1]}")
         if len(refusals) == len(found):
@@ -110,7 +110,7 @@ def _divisions(
     return {count: divided for count, divided in found.items() if divided}
 
 
-def _division(shape: Shape, count: int, mesh: Mesh, split: Split) -> Division:
+def division(shape: Shape, count: int, mesh: Mesh, split: Split) -> Division:
     """How the split divides a call with `count` tokens a device."""
     devices = prod(mesh.shape[name] for name in split.names("tokens"))
     return Division.of(shape.problem(count * devices, "packed"), split, mesh.shape)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jmx import meshes
 from jmx.backends import resolve_layout
 from jmx.experts import Experts, ShardedExperts
 from jmx.layer import moe
@@ -155,6 +156,7 @@ def run_experts(
     """Each device's experts with the tokens that are exchanged with it, whose results stay where they are."""
 
     def here(x: Float[Array, "t H"], logits: Float[Array, "L t E"], weights: Sequence[AnyWeights]) -> Any:
+        x, _ = meshes.varying_alike(x, weights)  # as after a layer: kernels of another type would be compiled for it
         for its, experts in zip(logits, weights, strict=True):
             ids, routed = route(Logits(its, shape.method))
             parts, expert = _parts(experts), split.names("expert")

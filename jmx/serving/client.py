@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -55,8 +57,10 @@ class EngineClient:
         self._process: Any = None
         self._starting: asyncio.Future[None] | None = None
         self._connection: Connection | None = None
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
+        self._started = 0.0
         self.ended = asyncio.Event()
 
     @property
@@ -74,10 +78,14 @@ class EngineClient:
         ours, theirs = context.Pipe()
         its: dict[str, Any] = {"target": worker.run, "args": (theirs, self._make_engine), "daemon": True}
         self._process = context.Process(**its, name="jmx-engine")
+        self._started = time.monotonic()
         self._process.start()
         theirs.close()
         self._connection, self._failure, self.report = ours, None, None
-        threading.Thread(target=self._read, args=(ours, self._loop), name="jmx-engine-reader", daemon=True).start()
+        self._outbox = queue.SimpleQueue()
+        of_threads = ("reader", self._read, (ours, self._loop)), ("writer", self._write, (ours, self._outbox))
+        for name, target, arguments in of_threads:
+            threading.Thread(target=target, args=arguments, name=f"jmx-engine-{name}", daemon=True).start()
 
     def _read(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         """A thread: passes messages on to the event loop until the process is gone."""
@@ -90,6 +98,13 @@ class EngineClient:
                     return
                 loop.call_soon_threadsafe(self._take, message)
 
+    @staticmethod
+    def _write(connection: Connection, outbox: "queue.SimpleQueue[ToEngine | None]") -> None:
+        """A thread: sends messages. An engine that is busy, or hangs, does not read, and the event loop goes on."""
+        while (message := outbox.get()) is not None:
+            with contextlib.suppress(OSError):  # `_lost` is called for it
+                connection.send(message)
+
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, list):
             for output in message:
@@ -98,7 +113,7 @@ class EngineClient:
             self.report = message
             if self.status == "loading":
                 self.status = "ready"
-                self._log("the engine is ready")
+                self._log(f"the engine is ready after {time.monotonic() - self._started:.0f} s")
         elif isinstance(message, Compiled):
             self.progress = message.ready, message.of
             self._log(f"compiled {message.ready} of {message.of} programs")
@@ -108,8 +123,8 @@ class EngineClient:
             self._failure = message.message
 
     def _put(self, id: int, item: Output | Exception) -> None:
-        if (queue := self._queues.get(id)) is not None:
-            queue.put_nowait(item)
+        if (its := self._queues.get(id)) is not None:
+            its.put_nowait(item)
 
     def _lost(self, connection: Connection) -> None:
         """The process is gone: its requests are lost, and it is started once more."""
@@ -117,6 +132,7 @@ class EngineClient:
             return
         connection.close()
         self._connection = None
+        self._outbox.put(None)
         if self.status == "draining" and not self._queues:
             self.ended.set()
             return
@@ -160,8 +176,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         if self._connection is not None:
-            with contextlib.suppress(OSError):  # `_lost` is called for it
-                self._connection.send(message)
+            self._outbox.put(message)
 
     async def generate(self, **request: Any) -> AsyncGenerator[list[Output]]:
         """The outputs of a request of `Generate`'s arguments without an id: at each time all that there are.
@@ -175,15 +190,15 @@ class EngineClient:
         if self.status not in ("ready", "draining") or self._connection is None:
             raise EngineError("the engine is not ready")
         id = next(self._ids)
-        queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
-        self._queues[id] = queue
+        found: asyncio.Queue[Output | Exception] = asyncio.Queue()
+        self._queues[id] = found
         ended = False
         try:
             self._send(Generate(id, **request))
             while not ended:
-                items = [await queue.get()]
-                while not queue.empty():
-                    items.append(queue.get_nowait())
+                items = [await found.get()]
+                while not found.empty():
+                    items.append(found.get_nowait())
                 for item in items:
                     if isinstance(item, Exception):
                         ended = True

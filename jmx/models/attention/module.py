@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jmx.models import few_rows
 from jmx.models.attention.functions import attend_cache, attend_prompt
 from jmx.models.attention.paged import attend_pages
 from jmx.models.attention.self_attention import SelfAttention
@@ -79,6 +80,18 @@ class Attention(SelfAttention):
         made = (None if size is None else norm(size) for size in norm_sizes(config, norms))
         self.query_norm, self.key_norm = map(nnx.data, made)
 
+    def write(
+        self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array], starts: jax.Array | None, cache: Any
+    ) -> tuple[tuple[jax.Array, ...], Any]:
+        """A token a row is projected, rotated and written by one kernel where that can; then queries are all."""
+        if self.norms is None and self.clip is None and not self.grouped.summed:
+            bias = None if self.grouped.bias is None else self.grouped.bias[...]
+            found = few_rows.heads(x, self.grouped.weights.get_value(), bias, norm, angles, starts, cache)
+            if found is not None:
+                query, cache = found
+                return (query,), cache
+        return super().write(x, norm, angles, starts, cache)
+
     def project(
         self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -93,11 +106,12 @@ class Attention(SelfAttention):
         return (query, key, value), (key, value)
 
     def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
-        query, key, value = heads
+        query, *keys_and_values = heads
         sinks = None if self.sinks is None else self.sinks[...]
         if isinstance(cache, PagedLayer):
             return attend_pages(query, cache, sinks, self.window)
         if starts is None:
+            key, value = keys_and_values
             return attend_prompt(query, key, value, sinks, self.window)
         return attend_cache(query, cache, sinks, starts, self.window)
 

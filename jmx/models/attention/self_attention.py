@@ -29,7 +29,7 @@ class SelfAttention(nnx.Module):
         angles: tuple[jax.Array, jax.Array],
         cache: Layer,
     ) -> tuple[jax.Array, Layer]:
-        """Attends over the tokens in `cache` and T further ones of each row.
+        """Attends over the tokens in `cache` and T further ones of each row, and adds the result to x.
 
         Args:
             x: (B, T, H), before `norm`.
@@ -38,12 +38,23 @@ class SelfAttention(nnx.Module):
             cache: of `cache_shape`, with capacity for position starts + T - 1; or a layer in pages, with T = 1.
 
         Returns:
-            (B, T, H) of x's dtype, and the cache with the T tokens.
+            (B, T, H) of x's dtype, x with the result added, and the cache with the T tokens.
         """
-        heads, parts = self.project(x, norm, angles)
-        cache = write(cache, parts, starts)
+        heads, cache = self.write(x, norm, angles, starts, cache)
         out = self.attend(heads, cache, starts)
-        return self.out(out.reshape(*x.shape[:2], -1)).astype(x.dtype), cache
+        return self.out.add_to(x, out.reshape(*x.shape[:2], -1)), cache
+
+    def write[Layer: (jax.Array, PagedLayer)](
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        angles: tuple[jax.Array, jax.Array],
+        starts: jax.Array | None,
+        cache: Layer,
+    ) -> tuple[tuple[jax.Array, ...], Layer]:
+        """What `attend` needs of the T tokens, and the cache with them."""
+        heads, parts = self.project(x, norm, angles)
+        return heads, write(cache, parts, starts)
 
     def project(
         self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,7 +16,7 @@ from jax import lax
 from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitResults, shared_memory, token_scores
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
-from jmx.util.typing import Array, Float, Float32, Int32
+from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
 KEYS = 128  # of one step
@@ -58,18 +58,17 @@ def flash_decode(
     _, num_rows, kv_heads, length, _ = cache.shape
     capacity = length if tables is None else KEYS * tables.shape[1]
     blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
-    splits = max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
+    # Keys and values that fit in the pipeline are under way at once: splitting them would only add results to sum.
+    splits = 1 if blocks <= STAGES else max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
     group = heads // kv_heads
     padded_group = -(-group // TILE) * TILE
-    padded = query
-    if padded_group != group:
-        padded = query.reshape(batch, kv_heads, group, dim)
-        padded = jnp.pad(padded, ((0, 0), (0, 0), (0, padded_group - group), (0, 0))).reshape(batch, -1, dim)
     call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
+    padded, padded_sinks = _padded(query, call), _padded(sinks[None, :, None], call)[0, :, 0]
+    whole = jax.ShapeDtypeStruct(padded.shape, query.dtype)
 
     kernel = plgpu.kernel(
         partial(_attend_split, call),
-        out_type=[SplitResults.shapes(splits, batch, padded.shape[1], dim)],
+        out_type=[whole if splits == 1 else SplitResults.shapes(splits, batch, padded.shape[1], dim)],
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
         kernel_name=kernel_name(
@@ -78,17 +77,30 @@ def flash_decode(
         scratch_types={"shared": _Shared.types(dim, query.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    operands = _Operands(query=padded, cache=cache.reshape(-1, dim), positions=positions, tables=tables)
+    operands = _Operands(padded, cache.reshape(-1, dim), padded_sinks, positions, tables)
     (results,) = launch(kernel, operands)
-    if padded_group != group:
-        results = SplitResults(*(_without_padding(part, kv_heads, group) for part in results))
+    if splits == 1:
+        return _without_padding(results[None], kv_heads, group)[0]
+    results = SplitResults(*(_without_padding(part, kv_heads, group) for part in results))
     return _combine(results, sinks).astype(query.dtype)
 
 
+def _padded(by_head: Shaped[Array, "B heads D"], call: "_Call") -> Shaped[Array, "B padded D"]:
+    """With zeros after each group of query heads."""
+    batch, heads, dim = by_head.shape
+    missing = call.group - heads // call.kv_heads
+    if missing == 0:
+        return by_head
+    by_kv_head = by_head.reshape(batch, call.kv_heads, -1, dim)
+    return jnp.pad(by_kv_head, ((0, 0), (0, 0), (0, missing), (0, 0))).reshape(batch, -1, dim)
+
+
 def _without_padding(
-    part: Float[Array, "splits B padded *rest"], kv_heads: int, group: int
-) -> Float[Array, "splits B heads *rest"]:
+    part: Shaped[Array, "splits B padded *rest"], kv_heads: int, group: int
+) -> Shaped[Array, "splits B heads *rest"]:
     """The results without those of padded heads."""
+    if part.shape[2] == kv_heads * group:
+        return part
     by_kv_head = part.reshape(*part.shape[:2], kv_heads, -1, *part.shape[3:])
     return by_kv_head[:, :, :, :group].reshape(*part.shape[:2], kv_heads * group, *part.shape[3:])
 
@@ -117,6 +129,7 @@ class _Operands(NamedTuple):
 
     query: Ref
     cache: Ref
+    sinks: Ref
     positions: Ref
     tables: Ref
 
@@ -129,7 +142,9 @@ class _Shared(NamedTuple):
     values: Ref
     gathered: Ref
     peak_and_total: Ref
+    sinks: Ref
     rows_full: Ref
+    sinks_full: Ref
     keys_full: Ref
     values_full: Ref
 
@@ -141,7 +156,9 @@ class _Shared(NamedTuple):
             values=shared_memory(STAGES, KEYS, dim, dtype=dtype),
             gathered=shared_memory(ROWS, dim, dtype=jnp.float32),
             peak_and_total=plgpu.SMEM((2, ROWS), jnp.float32),
+            sinks=plgpu.SMEM((ROWS,), jnp.float32),
             rows_full=plgpu.Barrier(),
+            sinks_full=plgpu.Barrier(),
             keys_full=plgpu.Barrier(num_barriers=STAGES),
             values_full=plgpu.Barrier(num_barriers=STAGES),
         )
@@ -177,17 +194,26 @@ class _Split(NamedTuple):
         return (self.first + self.split + step * call.splits) * KEYS
 
 
-def _attend_split(call: _Call, operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
-    """The kernel: the softmax of a key head's queries over a split of the keys."""
+def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Shared) -> None:
+    """The kernel: the softmax of a key head's queries over a split of the keys.
+
+    `results` are `SplitResults`; or if there is one split, the softmax with the sinks in it, like the query.
+    """
     split = _Split.of_cta(call, operands.positions)
     heads = pl.ds(split.kv_head * call.group, call.group)
     with jax.named_scope("prologue"):
         used = pl.ds(0, call.group)
         plgpu.copy_gmem_to_smem(operands.query.at[split.row, heads], shared.rows.at[used], shared.rows_full)
+        if call.splits == 1:
+            plgpu.copy_gmem_to_smem(operands.sinks.at[heads], shared.sinks.at[used], shared.sinks_full)
         for step in range(STAGES):
             pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, shared, jnp.int32(step)))
         plgpu.barrier_wait(shared.rows_full)
     none = RunningSoftmax.begin(ROWS, call.dim)
+    if call.splits == 1:
+        plgpu.barrier_wait(shared.sinks_full)
+        sinks = plgpu.load(shared.sinks, layout=plgpu.Layout.WGMMA.reduce(1))
+        none = RunningSoftmax(none.gathered, sinks * TO_BITS, jnp.ones_like(none.total))
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, shared, step, softmax)
@@ -196,6 +222,14 @@ def _attend_split(call: _Call, operands: _Operands, results: SplitResults, *, sh
 
     softmax = lax.fori_loop(0, split.steps, attend, none)
     with jax.named_scope("epilogue"):
+        if call.splits == 1:
+            shared.rows[...] = (
+                softmax.gathered / lax.broadcast_in_dim(softmax.total, softmax.gathered.shape, [0])
+            ).astype(shared.rows.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(shared.rows.at[used], results.at[split.row, heads])
+            plgpu.wait_smem_to_gmem(0)
+            return
         shared.gathered[...] = softmax.gathered
         shared.peak_and_total[0] = softmax.peak
         shared.peak_and_total[1] = softmax.total

@@ -7,7 +7,7 @@ forward pass, which writes h between two kernels, where `MosaicSm90.apply` is on
 
     h      gate_up @ x + bias, float32, gates and ups in the order of the weight's tiles
     da     down transposed @ dy, float32
-    dh     the activation's derivative at h times da, bfloat16: elementwise, by XLA
+    dh     the activation's derivative at h times da, bfloat16: one pass over both (`jmx.pallas.activation`)
     dx     gate_up transposed @ dh, float32, each token's rows added in the order of its slots
 
 Rows are those of the sorted forward pass, at any number of tokens. Scales of whole rows multiply dy and dh, because
@@ -30,12 +30,13 @@ from jmx.grouping import Work
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
+from jmx.pallas.activation import gradient
+from jmx.pallas.activation.columns import join
 from jmx.pallas.mosaic_sm90 import act_order, alone, kernel, weight_gradients
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
 from jmx.pallas.mosaic_sm90.rows import (
-    EIGHTS,
     ROW_ALIGNMENT,
     expert_of_eight,
     gate_and_up,
@@ -43,6 +44,7 @@ from jmx.pallas.mosaic_sm90.rows import (
     rounded,
     sorted_rows,
     take_pairs,
+    tile_order,
 )
 from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.tiles import TILE, alike
@@ -90,7 +92,7 @@ def backward(
         dout = take_pairs(dy, work.token_of_row)
         da = pass_.transposed("down", dout * pass_.row_scales("down"))
     with jax.named_scope("activation"):
-        dh, dweights = pass_.through_activation(h, da, dout)
+        dh, dweights = pass_.through_activation(h, da)
     with jax.named_scope("products"):
         drows = pass_.in_order_of_inputs(pass_.transposed("gate_up", dh * pass_.row_scales("gate_up")))
     with jax.named_scope("combine"):
@@ -98,7 +100,8 @@ def backward(
             dweights = (drows * take_pairs(x, work.token_of_row).astype(jnp.float32)).sum(-1)
         dx = grouping.combine(drows[None], work, routing.weights if problem.on_input else None)
         rows = work.row_of
-        dweights = jnp.where(rows >= 0, dweights.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0)
+        dweights = dweights.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds") + pass_.of_down_bias(dy)
+        dweights = jnp.where(rows >= 0, dweights, 0)
     gate_up_bias, down_bias = experts.gate_up_bias, experts.down_bias
     with jax.named_scope("weights"):
         weights = pass_.weights(wanted, x, h, dh, dout)
@@ -174,15 +177,18 @@ class _Pass:
         gate_up, down = alike(every.gate_up, every.down, self.experts.format)
         return gate_up if role == "gate_up" else down
 
+    def _row_scales(self, role: str) -> Float32[Array, "every N"] | None:
+        return alone.row_scales(self._weight(role), self.experts.format)
+
     def row_scales(self, role: str) -> Float32[Array, "R N"] | float:
         """For each row the scales of whole rows of its expert's weight, in the order of tiles; 1 without any."""
-        scales = alone.row_scales(self._weight(role), self.experts.format)
+        scales = self._row_scales(role)
         if scales is None:
             return 1.0
         scales = self._layer(scales)
         if role == "gate_up":
             parts = split_gate_up(scales, self.experts.gate_up_order) if self.experts.gated else (scales,)
-            scales = self._tiled(*self._placed(parts))
+            scales = self._tiled(self._placed(parts))
         return scales.at[self._expert_of_row].get(mode="promise_in_bounds")
 
     @property
@@ -190,28 +196,23 @@ class _Pass:
         return grouping.expert_of_row(self.work, self.routing.expert_ids, self.work.num_rows)
 
     @property
-    def _weights(self) -> Float32[Array, "R 1"]:
-        return grouping.by_row(self.routing.weights, self.work, self.work.num_rows)[:, None]
+    def _weights(self) -> Float32[Array, " R"]:
+        return grouping.by_row(self.routing.weights, self.work, self.work.num_rows)
 
     @property
-    def _assigned(self) -> Bool[Array, "R 1"]:
+    def _assigned(self) -> Bool[Array, " R"]:
         """Which rows are those of an assignment; results of products may be anything in others."""
         ones = jnp.ones(self.routing.weights.shape, jnp.float32)
-        return grouping.by_row(ones, self.work, self.work.num_rows)[:, None] > 0
+        return grouping.by_row(ones, self.work, self.work.num_rows) > 0
 
     def _layer(self, array: Shaped[Array, "every ..."]) -> Shaped[Array, "E ..."]:
         """Of an array of all layers' experts those of this layer."""
         return lax.dynamic_slice_in_dim(array, self.experts.first_expert, self.problem.num_experts)
 
-    # The order of tiles: 8 gates, their 8 ups, and so on, each up to whole tiles; without a gate that of outputs
-
-    def _tiled(self, *parts: Float[Array, "*lead I"]) -> Float[Array, "*lead tile_rows"]:
-        """The inverse of `gate_and_up`, with zeros in the padding."""
-        missing = -self.experts.intermediate_size % TILE
-        parts = tuple(jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, missing)]) for part in parts)
-        lead, eights = parts[0].shape[:-1], parts[0].shape[-1] // EIGHTS
-        halves = [part.reshape(*lead, eights, EIGHTS) for part in parts]
-        return jnp.stack(halves, axis=-2).reshape(*lead, -1)
+    def _tiled(self, parts: tuple[Float[Array, "*lead I"], ...]) -> Float[Array, "*lead tile_rows"]:
+        """The inverse of `gate_and_up`, with zeros in the padding up to whole tiles."""
+        width = len(parts) * -(-self.experts.intermediate_size // TILE) * TILE
+        return join(parts, tile_order(self.experts), width)
 
     def _placed(self, parts: tuple[Float[Array, "E I"], ...]) -> tuple[Float[Array, "E I"], ...]:
         """Outputs in the places in which the layout has them: in the order of the columns of `down`."""
@@ -240,29 +241,45 @@ class _Pass:
         return act_order.ordered_rows(drows, np.arange(drows.shape[0], dtype=np.int32), inverse, users)
 
     def through_activation(
-        self, h: Float[Array, "R tile_rows"], da: Float32[Array, "R I"], dout: Float[Array, "R H"]
-    ) -> tuple[Float32[Array, "R tile_rows"], Float32[Array, " R"]]:
-        """The gradient of h, zero in rows of no assignment, and that of the routing weight of each row's output."""
+        self, h: Float[Array, "R tile_rows"], da: Float32[Array, "R I"]
+    ) -> tuple[Float[Array, "R tile_rows"], Float32[Array, " R"]]:
+        """The gradient of h, zero in rows of no assignment, and that of the routing weight of each row's a."""
+        weights = None if self.problem.on_input else self._weights
+        if self.problem.input_format is None:
+            scaled = self._row_scales("gate_up") is not None
+            size, order = self.experts.intermediate_size, tile_order(self.experts)
+            dtype = jnp.dtype(jnp.float32 if scaled else jnp.bfloat16)  # scaled before it is rounded
+            call = gradient.Call(self.problem.activation, size, order, dtype)
+            factor = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
+            return gradient.through_activation(h, da, factor, self._assigned, call)
         parts = tuple(part.astype(jnp.float32) for part in gate_and_up(h, self.experts))
         a, derivative = jax.vjp(self.problem.activation, *parts)
-        dparts = derivative(da if self.problem.on_input else da * self._weights)
-        dh = self._tiled(*(jnp.where(self._assigned, part, 0) for part in dparts))
-        if self.problem.input_format is not None:
-            format = INPUT_FORMATS[self.problem.input_format]
-            a = dequantize(quantize(a, format, self.experts.input_scale("down")), format)
-        dweights = (da * a).sum(-1)
+        dparts = derivative(da if weights is None else da * weights[:, None])
+        dh = self._tiled(tuple(jnp.where(self._assigned[:, None], part, 0) for part in dparts))
+        format = INPUT_FORMATS[self.problem.input_format]
+        a = dequantize(quantize(a, format, self.experts.input_scale("down")), format)
+        return dh, (da * a).sum(-1)
+
+    def of_down_bias(self, dy: Float[Array, "T H"]) -> Float32[Array, "T k"] | float:
+        """What the bias of `down` adds to the gradient of each routing weight: a product with those of all experts."""
         bias = self.experts.merged().down_bias
-        if bias is not None:
-            bias = self._layer(bias).at[self._expert_of_row].get(mode="promise_in_bounds")
-            dweights += (dout.astype(jnp.float32) * bias.astype(jnp.float32)).sum(-1)
-        return dh, dweights
+        if bias is None or self.problem.on_input:
+            return 0.0
+        bias, exact = self._layer(bias), lax.Precision.HIGHEST
+        if dy.dtype == bias.dtype == jnp.bfloat16:
+            exact = None
+        else:
+            dy, bias = dy.astype(jnp.float32), bias.astype(jnp.float32)
+        shares = jnp.dot(dy, bias.T, precision=exact, preferred_element_type=jnp.float32)
+        chosen = jnp.clip(self.routing.expert_ids, 0, self.problem.num_experts - 1)
+        return jnp.take_along_axis(shares, chosen, axis=1, mode="promise_in_bounds")
 
     def weights(
         self,
         wanted: Wanted,
         x: Float[Array, "T H"],
         h: Float[Array, "R tile_rows"],
-        dh: Float32[Array, "R tile_rows"],
+        dh: Float[Array, "R tile_rows"],
         dout: Float[Array, "R H"],
     ) -> tuple[Float32[Array, "E N K"] | None, Float32[Array, "E H I"] | None]:
         """Gradients of what the weights were rounded from, those that are wanted."""
@@ -273,13 +290,13 @@ class _Pass:
             gate_up = of_weight(gate_and_up(dh, self.experts), rows, self.num_cores)
         if wanted.down:
             parts = (part.astype(jnp.float32) for part in gate_and_up(h, self.experts))
-            dout = dout if self.problem.on_input else dout * self._weights
+            dout = dout if self.problem.on_input else dout * self._weights[:, None]
             down = of_weight((dout,), self.problem.activation(*parts), self.num_cores)
         return gate_up, down
 
     # Biases
 
-    def gate_up_bias(self, dh: Float32[Array, "R tile_rows"]) -> Float32[Array, "E N"]:
+    def gate_up_bias(self, dh: Float[Array, "R tile_rows"]) -> Float32[Array, "E N"]:
         """Sums of each expert's rows."""
         mine = self._expert_of_row == jnp.arange(self.problem.num_experts)[:, None]
         total = jnp.dot(mine.astype(jnp.bfloat16), dh.astype(jnp.bfloat16), preferred_element_type=jnp.float32)

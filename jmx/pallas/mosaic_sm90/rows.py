@@ -8,13 +8,13 @@ from jmx.engines import grouped
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas.activation.columns import EIGHTS, Order, split
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows, round_rows
 from jmx.pallas.sm90.tiles import TILE
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Integer, Shaped
 
-EIGHTS = 8  # rows of gate in a tile that follow each other, and then as many of up
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 
 
@@ -30,11 +30,12 @@ def gate_and_up(h: Float[Array, "*lead tile_rows"], experts: Experts | Problem) 
 
     `experts`: or a problem, which say how many there are, and whether there is a gate.
     """
-    if experts.gate_up_order is None:
-        return (h[..., : experts.intermediate_size],)
-    eights = h.reshape(*h.shape[:-1], -1, 2, EIGHTS)
-    halves = (eights[..., half, :].reshape(*h.shape[:-1], -1) for half in range(2))
-    return tuple(half[..., : experts.intermediate_size] for half in halves)
+    return split(h, tile_order(experts), experts.intermediate_size)
+
+
+def tile_order(experts: Experts | Problem) -> Order:
+    """The order of outputs of `gate_up` in tiles."""
+    return None if experts.gate_up_order is None else EIGHTS
 
 
 def sorted_rows(

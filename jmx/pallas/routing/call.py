@@ -1,8 +1,6 @@
 """Routing and grouping at once, of router logits on an NVIDIA GPU: when it is used, and its definition in plain jnp.
 
-The call is a primitive. Lowered for a GPU it is the kernel; for other platforms, in exported programs, of which Triton
-kernels are no stable part, and under vmap it is what it is defined as: the routing, then its grouping. Derivatives are
-those of the definition.
+The definition is the routing, then its grouping. Derivatives are those of the definition.
 """
 
 from dataclasses import dataclass
@@ -11,15 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from jmx import meshes
 from jmx.engines.grouped import Tiling
 from jmx.engines.routed import GroupedRouting, Groups
 from jmx.grouping import Blocks, Work
-from jmx.pallas.quiet import lower_quietly
+from jmx.pallas import defined
 from jmx.pallas.routing.sizes import Results, Sizes
 from jmx.routing import Method, Routing, SoftmaxTopK, TopKSoftmax
 from jmx.routing.logits import route_checked
@@ -64,6 +59,35 @@ class Call:
             return Sizes(*sizes, "many", *cut, interpret=self.interpret)
         form = "single" if self.num_tokens == 1 else "few"
         return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret)
+
+    # As `jmx.pallas.defined` has it: operands are logits and perhaps a mask, results the leaves of `Results`.
+
+    def shapes(self, *_: Any) -> list[jax.ShapeDtypeStruct]:
+        return jax.tree.leaves(Results.shapes(self.sizes))
+
+    def define(self, values: Float[Array, "T E"], *mask: Bool[Array, " T"]) -> list[Shaped[Array, "..."]]:
+        return jax.tree.leaves(definition(values, mask[0] if mask else None, self))
+
+    def launch(self, values: Float[Array, "T E"], *mask: Bool[Array, " T"]) -> list[Shaped[Array, "..."]]:
+        # Importing Pallas takes a second.
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton as plgpu
+
+        from jmx.pallas.routing.kernel import kernel
+
+        sizes = self.sizes
+
+        def body(values: Any, *refs: Any) -> None:
+            its, outs = (refs[0], refs[1:]) if mask else (None, refs)
+            kernel(values, its, *outs, sizes=sizes)
+
+        return pl.pallas_call(
+            body,
+            out_shape=self.shapes(),
+            compiler_params=plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1),
+            interpret=sizes.interpret,
+            name="jmx_route",
+        )(values, *mask)
 
 
 def applies(method: Method, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
@@ -128,10 +152,9 @@ def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Results, Resul
     return routed(values, mask, call), of_results
 
 
-@partial(jax.jit, static_argnames="call")  # so that no call is evaluated outside of a program
 def _bind(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, *, call: Call) -> Results:
     given = (values,) if mask is None else (values, mask)
-    return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), _route_p.bind(*given, call=call))
+    return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), _route_and_group(*given, call=call))
 
 
 def definition(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
@@ -157,64 +180,7 @@ def definition(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None
     )
 
 
-_route_p = Primitive("jmx_route_and_group")
-_route_p.multiple_results = True
-
-
-@_route_p.def_abstract_eval
-def _abstract(*given: Any, call: Call) -> list[ShapedArray]:
-    del given
-    return [ShapedArray(shape.shape, shape.dtype) for shape in jax.tree.leaves(Results.shapes(call.sizes))]
-
-
-def _defined(values: Float[Array, "T E"], *mask: Bool[Array, " T"], call: Call) -> list[Shaped[Array, "..."]]:
-    return jax.tree.leaves(definition(values, mask[0] if mask else None, call))
-
-
-def _launched(*given: Shaped[Array, "..."], call: Call) -> list[Shaped[Array, "..."]]:
-    # Importing Pallas takes a second.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
-    from jmx.pallas.routing.kernel import kernel
-
-    sizes = call.sizes
-
-    def body(values: Any, *refs: Any) -> None:
-        mask, outs = (refs[0], refs[1:]) if len(given) > 1 else (None, refs)
-        kernel(values, mask, *outs, sizes=sizes)
-
-    with jax.enable_x64(False):
-        return pl.pallas_call(
-            body,
-            out_shape=jax.tree.leaves(Results.shapes(sizes)),
-            compiler_params=plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1),
-            interpret=sizes.interpret,
-            name="jmx_route",
-        )(*given)
-
-
-def _lower(context: Any, *given: Any, call: Call) -> Any:
-    if call.interpret:
-        return mlir.lower_fun(partial(_launched, call=call))(context, *given)
-    return mlir.lower_fun(partial(_defined, call=call))(context, *given)
-
-
-def _lower_for_gpu(context: Any, *given: Any, call: Call) -> Any:
-    if context.module_context.lowering_parameters.for_export:
-        return _lower(context, *given, call=call)
-    return lower_quietly(partial(_launched, call=call), context, *given, multiple_results=True)
-
-
-def _batch(given: Any, axes: Any, *, call: Call) -> Any:
-    results = jax.vmap(partial(_defined, call=call), axes)(*given)
-    return results, [0] * len(results)
-
-
-mlir.register_lowering(_route_p, _lower)
-mlir.register_lowering(_route_p, _lower_for_gpu, platform="cuda")
-batching.primitive_batchers[_route_p] = _batch
-_route_p.def_impl(lambda *given, call: _defined(*given, call=call))
+_route_and_group = defined.primitive("jmx_route_and_group")
 
 
 def tiling_of(backend: Any, problem: Problem, environment: Environment) -> Tiling | None:

@@ -1,6 +1,8 @@
 """Bodies of requests: bytes, counted while they arrive, that must be one object of JSON."""
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -8,6 +10,9 @@ from starlette.requests import Request
 from jmx.serving.api.errors import ApiError
 
 MOST_BYTES = 8 << 20
+# Reading more takes so long that other requests are answered meanwhile: one body at a time, as Python's lock is held.
+_LARGE = 1 << 18
+_reader = ThreadPoolExecutor(1, "jmx-body")
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -19,15 +24,23 @@ async def read_object(request: Request) -> dict[str, Any]:
     """
     size, chunks = 0, []
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MOST_BYTES:
+    if declared.isascii() and declared.isdigit() and int(declared) > MOST_BYTES:
         raise _too_large()
     async for chunk in request.stream():
         size += len(chunk)
         if size > MOST_BYTES:
             raise _too_large()
         chunks.append(chunk)
+    data = b"".join(chunks)
+    if size <= _LARGE:
+        return parse(data)
+    return await asyncio.get_running_loop().run_in_executor(_reader, parse, data)
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The object in the bytes of a body. ApiError 400 as `read_object`."""
     try:
-        text = b"".join(chunks).decode("utf-8")
+        text = data.decode("utf-8")
         value = json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body must be UTF-8: {error.reason} at byte {error.start}") from error

@@ -4,6 +4,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+_MOST_CHARACTERS = 1000  # of a message, which may have a value of the body
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -12,23 +13,31 @@ class ApiError(Exception):
 
     Args:
         status: of HTTP.
-        message: for people: what is wrong, and the rule.
+        message: for people: what is wrong, and the rule. Its middle is left out if it is long, and halves of surrogate
+            pairs, which UTF-8 cannot hold, are written as escapes.
         field: of the body, or None.
         headers: of the answer.
     """
 
     def __init__(self, status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None):
         super().__init__(message)
-        self.status, self.message, self.field, self.headers = status, message, field, headers
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[: _MOST_CHARACTERS // 2]}...{message[-_MOST_CHARACTERS // 2 :]}"
+        self.status, self.message, self.field, self.headers = status, _encodable(message), field, headers
 
     def body(self) -> dict[str, Any]:
         """The object of JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": None}}
+        field = None if self.field is None else _encodable(self.field)
+        return {"error": {"message": self.message, "type": kind, "param": field, "code": None}}
 
     def response(self) -> Response:
         """The answer."""
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def bad_request(field: str, error: Exception) -> ApiError:

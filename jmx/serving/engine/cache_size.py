@@ -1,6 +1,7 @@
 """How many tokens the cache of an engine has place for."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ def automatic_cache_tokens(
 ) -> int:
     """The tokens of a cache for all users, or as many as the device has memory for beside the weights.
 
+    Each group of devices that has requests of its own has an equal part of them.
+
     Args:
         source: of the weights; only its shapes are used.
         limits: of the engine; `cache_tokens` does not count.
@@ -39,16 +42,19 @@ def automatic_cache_tokens(
     Raises:
         MemoryError: there is no memory for the weights and one request.
     """
-    device = jax.devices()[0] if split is None else split.mesh.local_devices[0]
+    devices = [jax.devices()[0]] if split is None else split.mesh.local_devices
+    device, groups = devices[0], 1 if split is None else split.ways("token")
+    limits = replace(limits, cache_tokens=max(limits.cache_tokens, groups * limits.max_length)).of_group(groups)
     model = shapes_of(source.config, dtype=jnp.dtype(dtype), split=split)
     wanted = limits.max_users * limits.max_length
     options: dict[str, Any] = {"dtype": jnp.dtype(dtype), "split": split, "adapters": adapters}
-    weights = memory.needed(source, [limits.page], 1, **options).weights
+    weights = memory.needed(source, [limits.page] * groups, 1, **options).weights
     has = memory.available(device)
     if device.platform == "cpu":
-        wanted = max(limits.max_length, min(wanted, _MOST_ON_CPU))
+        wanted = max(limits.max_length, min(wanted, _MOST_ON_CPU // groups))
+        has = None if has is None else has // len(devices)  # they are parts of one machine's memory
     if has is None:
-        return wanted
+        return groups * wanted
     fixed, each = cache_bytes(model, limits)
     left = int((has - weights) * _SHARE) - fixed
     if left < each * limits.max_length:
@@ -58,12 +64,12 @@ def automatic_cache_tokens(
             f"{limits.max_length} tokens, and {device.platform} {device.id} has {has / 1e9:.2f} GB free; "
             "what helps: a smaller --max-length, --max-users or --prompt-tokens, or a smaller model"
         )
-    return min(wanted, left // each)
+    return groups * min(wanted, left // each)
 
 
 def cache_bytes(model: Model, limits: Limits) -> tuple[int, int]:
     """Bytes that an engine needs whatever its cache holds (sliding layers, logits, histories), and bytes of each token
-    of layers that attend to all tokens. Over a mesh, those of each device."""
+    of layers that attend to all tokens. Over a mesh, those of each device, with the limits of its group."""
     pools, item = Pools.of(model), model.dtype.itemsize
     settings = limits.settings(pools.windows)
     fixed = each = 0
@@ -77,5 +83,6 @@ def cache_bytes(model: Model, limits: Limits) -> tuple[int, int]:
             fixed += its * limits.page * (settings.pages[pool] + 1)
     vocabulary, tokens = model.config.vocab_size, limits.max_users + limits.page * limits.max_blocks
     logits = 4 * vocabulary * (limits.max_users + limits.max_blocks)
-    history = 5 * vocabulary * limits.max_users
+    groups = 1 if model.split is None else model.split.ways("token")
+    history = 5 * vocabulary * limits.max_users * groups  # whole on each device
     return fixed + 3 * logits + history + 8 * tokens * model.config.hidden_size * item, each

@@ -86,13 +86,14 @@ class Engine:
     """A model that serves many requests at once. Not safe to use from several threads.
 
     Args:
-        model: on one device, or over a mesh that divides no rows of a batch.
-        limits: of requests and of the cache.
+        model: on one device, or over a mesh. Where the mesh divides rows of a batch, groups of devices have requests
+            and pages of their own.
+        limits: of requests and of the cache, of all groups together.
         store: keeps compiled programs; None: nothing does.
         guides: for requests with a grammar; None: there are none of these.
 
     Raises:
-        ValueError: a mesh that divides rows of a batch, or a cache too small for a request.
+        ValueError: a cache too small for a request of each group of devices, or users that they do not divide evenly.
     """
 
     def __init__(
@@ -100,23 +101,21 @@ class Engine:
     ):
         check_instance("model", model, Model)
         self.limits: Limits = check_instance("limits", limits, Limits)
-        self._sizes = limits.sizes()
-        if model.split is not None and model.split.token:
-            raise ValueError(
-                f"`model` must be divided by no mesh axes of tokens (={model.split.token}): rows share pages"
-            )
+        self._groups = 1 if model.split is None else model.split.ways("token")
+        self._of_group = limits.of_group(self._groups)
+        self._sizes, self._decode_sizes = self._of_group.sizes(), self._of_group.decode_sizes()
         weights, pools = Weights.of(model), Pools.of(model)
-        self._of_model, self._pools = weights, pools
+        self._of_model, self._pools, self._split = weights, pools, model.split
         self._weights, self._vocab_size = weights.arrays, model.config.vocab_size
-        settings = limits.settings(pools.windows)
+        settings = self._of_group.settings(pools.windows, self._groups)
         self._settings, self._state = settings, scheduling.State.of(settings)
         self._widths = [-(-limits.max_length // limits.page)] * len(pools.windows)
-        layers = [model.cache_layers(pages + 1, limits.page) for pages in settings.pages]
+        layers = [model.cache_layers(self._groups * (pages + 1), limits.page) for pages in settings.pages]
         made = [layers[pool][number] for number, pool in enumerate(pools.of_layer)]
         pages = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in made]
         of_slots = jnp.zeros(limits.max_users, jnp.int32), History.empty(limits.max_users, self._vocab_size)
         self._device = Device(pages, *model.whole(of_slots))
-        self._programs = Programs(weights, pools, limits.decode_steps, store)
+        self._programs = Programs(weights, pools, model.split, limits.decode_steps, store)
         self._slots = Slots(limits.max_users, self._widths)
         self._begin_slot = jax.jit(_begin_slot, donate_argnums=0)
         self._allow = jax.jit(_allow, donate_argnums=0)
@@ -133,7 +132,7 @@ class Engine:
             progress: is called with the programs that are ready, and all of them.
         """
         inputs = [self._padding(*size) for size in self._sizes]
-        decoded = [self._padding(rows, 0) for rows in self.limits.decode_sizes()]
+        decoded = [self._padding(rows, 0) for rows in self._decode_sizes]
         self._programs.begin(inputs[::-1], decoded[::-1], self._device)
         for number, its in enumerate((*decoded, *inputs), 1):
             if number <= len(decoded):
@@ -148,12 +147,17 @@ class Engine:
         self._set_history(self.limits.max_users, (), (), ())
 
     def export(self, rows: int, checks: Sequence[jax.export.DisabledSafetyCheck] = ()) -> ExportedStep:
-        """A step of so many rows and no blocks, for processes without jmx's models; see `export_step`."""
-        inputs = self._padding(check_int("rows", rows, least=1, most=self.limits.max_users), 0)
-        return export_step(self._of_model, self._pools.of_layer, self._device, inputs, checks)
+        """A step of so many rows and no blocks, for processes without jmx's models; see `export_step`.
+
+        Args:
+            rows: of each group of devices.
+            checks: see `export_step`.
+        """
+        inputs = self._padding(check_int("rows", rows, least=1, most=self._of_group.max_users), 0)
+        return export_step(self._of_model, self._pools.of_layer, self._split, self._device, inputs, checks)
 
     def _padding(self, rows: int, blocks: int) -> Inputs:
-        return Inputs.padding(rows, blocks, self.limits.page, self._widths, self.limits.max_users)
+        return Inputs.padding(rows, blocks, self.limits.page, self._widths, self.limits.max_users, self._groups)
 
     def submit(self, request: Generate) -> None:
         """Adds a request, which waits for its turn.
@@ -203,8 +207,9 @@ class Engine:
 
     @property
     def pages(self) -> list[tuple[int, int]]:
-        """Of each pool, the pages that requests use, and all."""
-        return [(pool.size - pool.num_free, pool.size) for pool in self._state.pools]
+        """Of each pool, the pages that requests use, and all, of all groups of devices."""
+        kinds = zip(*self._state.pools, strict=True)
+        return [(sum(its.size - its.num_free for its in kind), sum(its.size for its in kind)) for kind in kinds]
 
     def step(self) -> list[Output]:
         """Launches the next step, or several in one call, then reads the tokens of the one before."""
@@ -220,12 +225,12 @@ class Engine:
         return [] if before is None else self._read(before)
 
     def _launch(self, plan: scheduling.Plan) -> _Launched:
-        rows, blocks = plan.rows, plan.blocks
-        sizes = self._sizes if plan.steps == 1 else [(count, 0) for count in self.limits.decode_sizes()]
-        fitting = (size for size in sizes if size[0] >= len(rows) and size[1] >= len(blocks))
-        size, level, items = next(fitting), Level.GREEDY, (*rows, *blocks)
-        inputs = self._padding(*size)
-        places = [*range(len(rows)), *range(size[0], size[0] + len(blocks))]
+        sizes = self._sizes if plan.steps == 1 else [(count, 0) for count in self._decode_sizes]
+        (most_rows, rows), (most_blocks, blocks) = self._numbered(plan.rows), self._numbered(plan.blocks)
+        size = next(size for size in sizes if size[0] >= most_rows and size[1] >= most_blocks)
+        inputs, level, items = self._padding(*size), Level.GREEDY, (*plan.rows, *plan.blocks)
+        places = [group * sum(size) + at for group, at in rows]
+        places += [group * sum(size) + size[0] + at for group, at in blocks]
         drawing = [(place, item.id) for place, item in zip(places, items, strict=True) if item.draws]
         for item in items:
             active = self._active[item.id]
@@ -234,11 +239,12 @@ class Engine:
                 if active.fresh or active.guide is not None:
                     self._prepare(item.slot, active)
         self._slots.fill(inputs, places, items)
-        for place, row in enumerate(rows):
+        for at, row in zip(rows, plan.rows, strict=True):
             tokens = self._active[row.id].tokens
-            inputs.row_tokens[place] = tokens[row.start] if row.start < len(tokens) else -1  # only the device knows it
-        for its, block in zip(inputs.block_tokens, blocks, strict=False):
-            its[: block.count] = self._active[block.id].tokens[block.start : block.start + block.count]
+            inputs.row_tokens[at] = tokens[row.start] if row.start < len(tokens) else -1  # only the device knows it
+        for at, block in zip(blocks, plan.blocks, strict=True):
+            tokens = self._active[block.id].tokens
+            inputs.block_tokens[at][: block.count] = tokens[block.start : block.start + block.count]
             self.statistics.prompt_tokens += block.count
         counts_load = self.statistics.steps % LOAD_PERIOD < plan.steps
         self.statistics.steps += plan.steps
@@ -249,6 +255,15 @@ class Engine:
         self._device, results, load = done
         jax.tree.map(lambda array: array.copy_to_host_async(), (results, load))
         return _Launched(results, load, drawing)
+
+    def _numbered(self, items: Sequence[scheduling.Tokens]) -> tuple[int, list[tuple[int, int]]]:
+        """The most items of a group of devices; and of each one its group, and its number among those of the group."""
+        counts, found = [0] * self._groups, []
+        for item in items:
+            group = self._settings.group_of(item.slot)
+            found.append((group, counts[group]))
+            counts[group] += 1
+        return max(counts), found
 
     def _prepare(self, slot: int, active: _Active) -> None:
         """Sets what the choice of a request's next token depends on, where that is not what it was."""

@@ -7,8 +7,9 @@ import jax
 import jax.export
 
 from jmx.models.forward import Weights
+from jmx.models.model_split import ModelSplit
 from jmx.serving.engine.sampling import Level
-from jmx.serving.engine.step import Device, Inputs, Results, draw, pass_of
+from jmx.serving.engine.step import Device, Inputs, Results, draw_of, pass_of
 
 
 class ExportedStep(NamedTuple):
@@ -30,6 +31,7 @@ class ExportedStep(NamedTuple):
 def export_step(
     weights: Weights,
     pools: Sequence[int],
+    split: ModelSplit | None,
     device: Device,
     inputs: Inputs,
     checks: Sequence[jax.export.DisabledSafetyCheck] = (),
@@ -38,11 +40,12 @@ def export_step(
 
     Args:
         weights, pools: as of `pass_of`.
+        split: how a mesh divides the model, or None.
         device: of an engine; only shapes are used.
         inputs: of the step, likewise.
         checks: of `jax.export` that are disabled; docs/exporting.md has those of each backend.
     """
-    run = pass_of(weights, pools)
+    run, draw = pass_of(weights, pools), draw_of(split)
 
     def step(arrays: list[Any], device: Device, inputs: Inputs) -> tuple[Device, Results]:
         pages, passed = run(arrays, device.pages, device.tokens, inputs)

@@ -1,27 +1,61 @@
 """Answers that fit a JSON schema: of each token, which ones may follow. By the llguidance package."""
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jmx.models.text.harmony import FINAL, Channels
 
+# The engine makes a schema's grammar between two steps, for which all requests wait: 64 KiB take it some 0.2 s, and
+# multiples of 10,000 some 0.1 s.
+_MOST_CHARACTERS = 1 << 16
+_MOST_MULTIPLE = 10_000
+
 
 def check_schema(schema: Mapping[str, Any]) -> str:
     """The schema as a grammar for `Guides.start`.
 
     Raises:
-        ValueError: it is no schema, or one with parts that llguidance does not know.
+        ValueError: it is no schema, one with parts that llguidance does not know, or one that would take the engine
+            long.
         ImportError: llguidance is not installed.
     """
     from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
 
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    if fault := LLMatcher.validate_grammar(grammar):
-        raise ValueError(fault)
+    text = json.dumps(schema)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"the schema (of {len(text)} characters) must have at most {_MOST_CHARACTERS}")
+    _check_multiples(schema)
+    with _panics_are_errors():
+        grammar = LLMatcher.grammar_from_json_schema(text)
+        if fault := LLMatcher.validate_grammar(grammar):
+            raise ValueError(fault)
     return grammar
+
+
+def _check_multiples(schema: Any) -> None:
+    """ValueError for a `multipleOf` that is large: an automaton has a state for each remainder."""
+    left = [schema]
+    while left:
+        node = left.pop()
+        left += node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else []
+        multiple = node.get("multipleOf") if isinstance(node, Mapping) else None
+        if isinstance(multiple, int | float) and not abs(multiple) <= _MOST_MULTIPLE:
+            raise ValueError(f"`multipleOf` (={multiple}) must be at most {_MOST_MULTIPLE}")
+
+
+@contextlib.contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Raises ValueError where llguidance panics: what it raises then is no Exception, and would end the process."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError("the schema must be one that llguidance takes: it failed") from None
 
 
 class Guides:
@@ -48,12 +82,16 @@ class Guides:
         Args:
             grammar: of the content.
             in_thoughts: whether the prompt ends within thoughts, which `</think>` ends.
+
+        Raises:
+            ValueError: llguidance does not take the grammar.
         """
         from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
 
         channels = Channels(self._tokenizer) if Channels.are_in(self._tokenizer) else None
         after = self._tokenizer.token_to_id("</think>") if in_thoughts else None
-        return Guide(LLMatcher(self._of_matchers, grammar, log_level=0), channels, after)
+        with _panics_are_errors():
+            return Guide(LLMatcher(self._of_matchers, grammar, log_level=0), channels, after)
 
 
 class Guide:

@@ -1,7 +1,7 @@
 """The limits of an engine, and what follows from them: pools, and the sizes of steps for which programs exist."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jmx.models.decoder import Model
@@ -55,8 +55,28 @@ class Limits:
         """Blocks of prompts in one step."""
         return -(-self.prompt_tokens // self.page)
 
-    def settings(self, windows: Sequence[int | None]) -> Settings:
-        """The scheduler's settings, with a pool for each of `windows`.
+    def of_group(self, groups: int) -> "Limits":
+        """Those of each of `groups` groups of devices, which divide users, cache and tokens of prompts.
+
+        Raises:
+            ValueError: users that they do not divide evenly, or a cache too small for a request of each.
+        """
+        if self.max_users % groups:
+            raise ValueError(
+                f"`max_users` (={self.max_users}) must be a multiple of {groups}, the groups of devices that divide "
+                "requests"
+            )
+        tokens = self.cache_tokens // groups
+        if tokens < self.max_length:
+            raise ValueError(
+                f"`cache_tokens` (={self.cache_tokens}) must be at least {groups * self.max_length}: `max_length` "
+                f"(={self.max_length}) in each of {groups} groups of devices"
+            )
+        prompts = -(-self.prompt_tokens // groups)
+        return replace(self, max_users=self.max_users // groups, cache_tokens=tokens, prompt_tokens=prompts)
+
+    def settings(self, windows: Sequence[int | None], groups: int = 1) -> Settings:
+        """The scheduler's settings, with a pool for each of `windows`, if these are the limits of each group.
 
         A pool of sliding layers has what all users need at a time, or as many pages as the others if that is fewer.
         """
@@ -77,6 +97,7 @@ class Limits:
             self.reuse,
             self.decode_steps,
             max(self.decode_sizes(), default=1),
+            groups,
         )
 
     def decode_sizes(self) -> list[int]:

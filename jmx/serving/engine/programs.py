@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from jmx.models.forward import Weights
+from jmx.models.model_split import ModelSplit
 from jmx.models.program_store import ProgramStore
 from jmx.models.programs import Program
 from jmx.serving.engine.limits import Pools
 from jmx.serving.engine.sampling import Level
-from jmx.serving.engine.step import Decoded, Device, Inputs, Passed, Results, decode_of, draw, load_of, pass_of
+from jmx.serving.engine.step import Decoded, Device, Inputs, Passed, Results, decode_of, draw_of, load_of, pass_of
 
 
 class Programs:
@@ -23,12 +23,20 @@ class Programs:
     Args:
         weights: of the model.
         pools: of its layers.
+        split: how a mesh divides the model; None: it is on one device.
         decode_steps: how many passes.
         store: keeps compiled programs; None: nothing does.
     """
 
-    def __init__(self, weights: Weights, pools: Pools, decode_steps: int, store: ProgramStore | None):
-        self._weights = weights.arrays
+    def __init__(
+        self,
+        weights: Weights,
+        pools: Pools,
+        split: ModelSplit | None,
+        decode_steps: int,
+        store: ProgramStore | None,
+    ):
+        self._weights, self._split = weights.arrays, split
         identity = f"{pools} {weights.graphdef!r}"
         self._pass = Program(
             pass_of(weights, pools.of_layer),
@@ -45,7 +53,7 @@ class Programs:
             store=store,
         )
         self._draw = Program(
-            draw, [], donate=("tokens", "history"), static=("level",), identity="serving draw", store=store
+            draw_of(split), [], donate=("tokens", "history"), static=("level",), identity="serving draw", store=store
         )
         self._load = Program(load_of(weights), weights.arrays, identity=f"serving load {identity}", store=store)
         self._compiled: dict[Any, Any] = {}
@@ -59,10 +67,10 @@ class Programs:
             self._decode.compile(device.pages, device.tokens, its)
         for its in inputs:
             self._pass.compile(device.pages, device.tokens, its)
-        placed = device.tokens.sharding if isinstance(device.tokens.sharding, NamedSharding) else None
+        by_row = None if self._split is None else self._split.sharding("token")
         vocab_size = device.history.counts.new.shape[1]
         for its in inputs:
-            logits = jax.ShapeDtypeStruct((len(its.slots), vocab_size), jnp.float32, sharding=placed)
+            logits = jax.ShapeDtypeStruct((len(its.slots), vocab_size), jnp.float32, sharding=by_row)
             for level in Level:
                 given = its.slots, its.draws, its.sampling
                 self._draw.compile(device.tokens, device.history, logits, *given, level=level)
@@ -71,7 +79,7 @@ class Programs:
         self, device: Device, inputs: Inputs, level: Level, *, counts_load: bool
     ) -> tuple[Device, Results, jax.Array | None]:
         """Launches a step: what it leaves on the device, what the host reads, and the load of experts if asked for."""
-        size = inputs.block_tokens.shape[0], inputs.row_tokens.shape[0]
+        size = inputs.size
         pages, passed = self._call(self._pass, size, device.pages, device.tokens, inputs)
         load = self._call(self._load, size, passed.router_logits, inputs) if counts_load else None
         tokens, history, results = self._drawn(device, passed, inputs, level, size)
@@ -81,7 +89,7 @@ class Programs:
         self, device: Device, inputs: Inputs, *, counts_load: bool
     ) -> tuple[Device, Results, jax.Array | None]:
         """As `run`, several steps of rows that need no `Level.ALL`."""
-        size = inputs.block_tokens.shape[0], inputs.row_tokens.shape[0]
+        size = inputs.size
         decoded: Decoded = self._call(self._decode, size, device.pages, device.tokens, inputs)
         load = self._call(self._load, size, decoded.router_logits, inputs) if counts_load else None
         return Device(decoded.pages, decoded.tokens, device.history), decoded.results, load

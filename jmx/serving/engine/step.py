@@ -17,6 +17,7 @@ from jmx.models.block import MoERecord
 from jmx.models.decoder import Model
 from jmx.models.forward import Weights
 from jmx.models.logprobs import LogProbabilities
+from jmx.models.model_split import ModelSplit
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.serving.engine.sampling import History, Level, Rows, choose, choose_simply
 
@@ -25,7 +26,7 @@ class Device(NamedTuple):
     """What steps leave on the device; each one is given to the next and donated.
 
     Args:
-        pages: of each layer, (parts, pages + 1, heads, page, W).
+        pages: of each layer, (parts, G * (pages + 1), heads, page, W), those of the first of G groups of devices first.
         tokens: int32 (slots,), the last token that each slot drew.
         history: of each slot.
     """
@@ -36,17 +37,20 @@ class Device(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the host gives to a step of B rows and M blocks: numpy arrays, of which padding is 0 unless noted.
+    """What the host gives to a step: numpy arrays, of which padding is 0 unless noted.
+
+    Each of G groups of devices, into which a mesh divides tokens, has B rows and M blocks. R is G * (B + M): the rows
+    of the first group, its blocks, the rows of the second one, and so on.
 
     Args:
-        tables: of each pool, int32 (B + M, N).
-        positions: int32 (B + M,).
-        row_tokens: int32 (B,); -1 for the token that the slot drew last.
-        block_tokens: int32 (M, page).
-        counts: int32 (B + M,), tokens of each.
-        slots: int32 (B + M,); of padding, the number of slots.
-        draws: bool (B + M,), whether the slot's next token is drawn.
-        sampling: parameters of B + M rows.
+        tables: of each pool, int32 (R, N), with numbers of the group's own pages.
+        positions: int32 (R,).
+        row_tokens: int32 (G, B); -1 for the token that the slot drew last.
+        block_tokens: int32 (G, M, page).
+        counts: int32 (R,), tokens of each.
+        slots: int32 (R,); of padding, the number of slots.
+        draws: bool (R,), whether the slot's next token is drawn.
+        sampling: parameters of R rows.
     """
 
     tables: tuple[np.ndarray, ...]
@@ -59,27 +63,36 @@ class Inputs(NamedTuple):
     sampling: Rows
 
     @classmethod
-    def padding(cls, rows: int, blocks: int, page: int, widths: Sequence[int], slots: int) -> "Inputs":
-        """A step that computes nothing, for a caller to fill."""
-        both = rows + blocks
+    def padding(cls, rows: int, blocks: int, page: int, widths: Sequence[int], slots: int, groups: int = 1) -> "Inputs":
+        """A step that computes nothing, for a caller to fill: `rows` and `blocks` of each group, `slots` of all."""
+        both = groups * (rows + blocks)
         return cls(
             tuple(np.zeros((both, width), np.int32) for width in widths),
             np.zeros(both, np.int32),
-            np.zeros(rows, np.int32),
-            np.zeros((blocks, page), np.int32),
+            np.zeros((groups, rows), np.int32),
+            np.zeros((groups, blocks, page), np.int32),
             np.zeros(both, np.int32),
             np.full(both, slots, np.int32),
             np.zeros(both, bool),
             Rows.greedy(both),
         )
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """B and M."""
+        return self.row_tokens.shape[1], self.block_tokens.shape[1]
+
+    def by_group(self, array: Any) -> jax.Array:
+        """An array (R, ...) as (G, B + M, ...)."""
+        return jnp.asarray(array).reshape(len(self.row_tokens), -1, *array.shape[1:])
+
 
 class Passed(NamedTuple):
     """What a model's pass returns besides pages.
 
     Args:
-        logits: float32 (B + M, vocab_size), after rows and after the last tokens of blocks.
-        router_logits: of each layer with experts, (layers, B + M * page, E).
+        logits: float32 (R, vocab_size), after rows and after the last tokens of blocks; divided as rows of a batch.
+        router_logits: of each layer with experts, (layers, tokens, E), likewise.
     """
 
     logits: jax.Array
@@ -90,7 +103,7 @@ class Results(NamedTuple):
     """What the host reads of a step.
 
     Args:
-        tokens: int32 (B + M,), drawn ones; of several passes (steps, B).
+        tokens: int32 (R,), drawn ones; of several passes (steps, R).
         logprobs: theirs, at `Level.ALL`.
     """
 
@@ -125,16 +138,19 @@ def pass_of(weights: Weights, pools: Sequence[int]) -> Callable[..., tuple[list[
         arrays: list[jax.Array], pages: list[jax.Array], last: jax.Array, inputs: Inputs
     ) -> tuple[list[jax.Array], Passed]:
         model: Model = weights.merge(arrays)
-        (blocks, page), rows = inputs.block_tokens.shape, inputs.row_tokens.shape[0]
+        (rows, blocks), page = inputs.size, inputs.block_tokens.shape[2]
         tokens, positions = _flat(last, inputs)
         places = [Places(jnp.asarray(tables), jnp.asarray(inputs.positions)) for tables in inputs.tables]
         layers = [PagedLayer(its, places[pool], rows) for its, pool in zip(pages, pools, strict=True)]
         records: list[MoERecord] = []
         x, layers = model(tokens[:, None], positions, layers, mask=_mask(inputs)[:, None], records=records)
-        ends = rows + page * np.arange(blocks) + jnp.maximum(inputs.counts[rows:], 1) - 1
-        logits = model.logits(jnp.concatenate([x[:rows, 0], x[ends, 0]]))
+        ends = rows + page * np.arange(blocks) + jnp.maximum(inputs.by_group(inputs.counts)[:, rows:], 1) - 1
+        x = x.reshape(len(ends), -1, x.shape[-1])
+        x = jnp.concatenate([x[:, :rows], jax.vmap(lambda its, ends: its[ends])(x, ends)], axis=1)
+        logits = model.logits(x.reshape(-1, x.shape[-1]))
         router = jnp.stack([record.logits[:, 0] for record in records])
-        return [layer.pages for layer in layers], model.whole(Passed(logits, router))
+        router = router if model.split is None else model.split.place(router, None, "token")
+        return [layer.pages for layer in layers], Passed(logits, router)
 
     return run
 
@@ -145,7 +161,7 @@ def decode_of(weights: Weights, pools: Sequence[int], steps: int) -> Callable[..
     once = pass_of(weights, pools)
 
     def run(arrays: list[jax.Array], pages: list[jax.Array], last: jax.Array, inputs: Inputs) -> Decoded:
-        into = jnp.where(jnp.asarray(inputs.draws), jnp.asarray(inputs.slots), len(last))
+        into, whole = jnp.where(inputs.draws, inputs.slots, len(last)), weights.merge(arrays).whole
 
         def step(carry: Any, number: jax.Array) -> Any:
             pages, last = carry
@@ -155,30 +171,41 @@ def decode_of(weights: Weights, pools: Sequence[int], steps: int) -> Callable[..
             now = inputs._replace(row_tokens=known, positions=jnp.asarray(inputs.positions) + number)
             pages, passed = once(arrays, pages, last, now)
             drawn = choose_simply(passed.logits, rows, Level.RANDOM)
-            return (pages, last.at[into].set(drawn, mode="drop")), (drawn, passed.router_logits)
+            return (pages, whole(last.at[into].set(drawn, mode="drop"))), (drawn, passed.router_logits)
 
         (pages, last), (drawn, router) = jax.lax.scan(step, (pages, last), jnp.arange(steps, dtype=jnp.int32))
-        return Decoded(pages, last, Results(drawn, None), router[-1])
+        return Decoded(pages, last, whole(Results(drawn, None)), router[-1])
 
     return run
 
 
-def draw(
-    _: Sequence[jax.Array],
-    tokens: jax.Array,
-    history: History,
-    logits: jax.Array,
-    slots: np.ndarray,
-    draws: np.ndarray,
-    rows: Rows,
-    *,
-    level: Level,
-) -> tuple[jax.Array, History, Results]:
-    """The choice of tokens: the slots' last tokens and history with them, and what the host reads."""
-    on_device = jnp.asarray(slots), jnp.asarray(draws)
-    drawn, logprobs, history = choose(logits, rows, history, *on_device, level)
-    into = jnp.where(on_device[1], on_device[0], len(tokens))
-    return tokens.at[into].set(drawn, mode="drop"), history, Results(drawn, logprobs)
+def draw_of(split: ModelSplit | None) -> Callable[..., tuple[jax.Array, History, Results]]:
+    """The function of the choice of tokens: ((), tokens of slots, history, logits, slots, draws, rows, level).
+
+    It returns the slots' last tokens and history with the new ones, and what the host reads, whole on each device.
+
+    Args:
+        split: how a mesh divides the model, and so the logits' rows.
+    """
+
+    def draw(
+        _: Sequence[jax.Array],
+        tokens: jax.Array,
+        history: History,
+        logits: jax.Array,
+        slots: np.ndarray,
+        draws: np.ndarray,
+        rows: Rows,
+        *,
+        level: Level,
+    ) -> tuple[jax.Array, History, Results]:
+        on_device = jnp.asarray(slots), jnp.asarray(draws)
+        drawn, logprobs, history = choose(logits, rows, history, *on_device, level)
+        into = jnp.where(on_device[1], on_device[0], len(tokens))
+        done = tokens.at[into].set(drawn, mode="drop"), history, Results(drawn, logprobs)
+        return done if split is None else split.place(done)
+
+    return draw
 
 
 def load_of(weights: Weights) -> Callable[..., jax.Array]:
@@ -186,6 +213,7 @@ def load_of(weights: Weights) -> Callable[..., jax.Array]:
 
     def count(arrays: list[jax.Array], router_logits: jax.Array, inputs: Inputs) -> jax.Array:
         model, mask = weights.merge(arrays), _mask(inputs)
+        router_logits = model.whole(router_logits)
         moes: list[Any] = [layer.moe for layer in model.layers if hasattr(layer, "moe")]
         found = []
         for moe, logits in zip(moes, router_logits, strict=True):
@@ -198,17 +226,20 @@ def load_of(weights: Weights) -> Callable[..., jax.Array]:
 
 
 def _flat(last: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Tokens and positions of all tokens of a step, each (B + M * page,)."""
-    rows, page = inputs.row_tokens.shape[0], inputs.block_tokens.shape[1]
-    known = jnp.asarray(inputs.row_tokens)
-    drawn = jnp.take(last, inputs.slots[:rows], mode="clip")
-    of_blocks = jnp.asarray(inputs.positions[rows:])[:, None] + jnp.arange(page)
-    tokens = jnp.concatenate([jnp.where(known < 0, drawn, known), jnp.asarray(inputs.block_tokens).reshape(-1)])
-    return tokens, jnp.concatenate([jnp.asarray(inputs.positions[:rows]), of_blocks.reshape(-1)])
+    """Tokens and positions of all tokens of a step, each (G * (B + M * page),), those of the first group first."""
+    rows, page = inputs.size[0], inputs.block_tokens.shape[2]
+    known, blocks = jnp.asarray(inputs.row_tokens), jnp.asarray(inputs.block_tokens)
+    drawn = jnp.take(last, inputs.by_group(inputs.slots)[:, :rows], mode="clip")
+    positions = inputs.by_group(inputs.positions)
+    of_blocks = positions[:, rows:, None] + jnp.arange(page)
+    both = (jnp.where(known < 0, drawn, known), blocks), (positions[:, :rows], of_blocks)
+    tokens, positions = (jnp.concatenate([its, more.reshape(len(its), -1)], axis=1).reshape(-1) for its, more in both)
+    return tokens, positions
 
 
 def _mask(inputs: Inputs) -> jax.Array:
-    """Which tokens of a step are no padding, bool (B + M * page,)."""
-    rows, page = inputs.row_tokens.shape[0], inputs.block_tokens.shape[1]
-    filled = jnp.arange(page) < jnp.asarray(inputs.counts[rows:])[:, None]
-    return jnp.concatenate([jnp.asarray(inputs.counts[:rows]) > 0, filled.reshape(-1)])
+    """Which tokens of a step are no padding, bool (G * (B + M * page),)."""
+    rows, page = inputs.size[0], inputs.block_tokens.shape[2]
+    counts = inputs.by_group(inputs.counts)
+    filled = jnp.arange(page) < counts[:, rows:, None]
+    return jnp.concatenate([counts[:, :rows] > 0, filled.reshape(len(counts), -1)], axis=1).reshape(-1)

@@ -13,7 +13,7 @@ from jmx.util.checks import check_bool, check_int
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits of a step and sizes of the cache.
+    """Limits of a step and sizes of the cache: of each group of devices, which has requests and pages of its own.
 
     Args:
         page: tokens of a page, and of a block of a prompt.
@@ -26,6 +26,7 @@ class Settings:
         reuse: whether requests with the same first tokens share pages.
         decode_steps: how many tokens each row draws in one plan, one after the other, where no request waits.
         decode_rows: the most rows that draw several.
+        groups: of devices.
 
     Raises:
         TypeError, ValueError: sizes that are not positive integers; a pool too small for one request; a budget too
@@ -42,9 +43,10 @@ class Settings:
     reuse: bool = True
     decode_steps: int = 1
     decode_rows: int = 1
+    groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "max_rows", "max_blocks", "budget", "page", "decode_steps", "decode_rows"):
+        for name in ("max_length", "max_rows", "max_blocks", "budget", "page", "decode_steps", "decode_rows", "groups"):
             check_int(name, getattr(self, name), least=1)
         check_bool("reuse", self.reuse)
         if len(self.pages) != len(self.windows) or not self.pages:
@@ -63,6 +65,10 @@ class Settings:
                 f"`budget` (={self.budget}) must be at least {self.max_rows + self.page}: `max_rows` (={self.max_rows})"
                 f" and the {self.page} tokens of a block"
             )
+
+    def group_of(self, slot: int) -> int:
+        """The group of a slot: the first `max_rows` are those of the first group, and so on."""
+        return slot // self.max_rows
 
     def most_pages(self, window: int | None) -> int:
         """The most pages that one request uses at a time, of layers with this window."""
@@ -121,17 +127,19 @@ class Request(NamedTuple):
     """A request that waits or runs.
 
     Args:
+        number: in the order of arrival.
         chain: of the tokens that the host knows.
         known: how many these are.
         flying: tokens that steps so far draw and the host has not read.
         computed: tokens that are in the cache after the steps so far.
         most: tokens at which it ends.
-        slot: the number of its place among the rows that run; -1 while it waits.
+        slot: the number of its place among the rows that run, of all groups; -1 while it waits.
         named: of its first pages, how many others can find by their keys.
         tables: of each pool, its page for each `page` tokens; 0 where layers do not attend to them any more.
     """
 
     id: int
+    number: int
     chain: Chain
     known: int
     most: int
@@ -154,19 +162,22 @@ class State:
     """All that the scheduler knows between two steps.
 
     Args:
+        pools: of each group, one for each of `Settings.pages`.
         waiting: in the order of arrival.
-        running: likewise; they arrived before all that wait.
+        running: likewise. Of one group, they arrived before all that wait.
+        arrived: requests so far.
     """
 
     settings: Settings
-    pools: tuple[Pool, ...]
+    pools: tuple[tuple[Pool, ...], ...]
     waiting: tuple[Request, ...] = ()
     running: tuple[Request, ...] = ()
+    arrived: int = 0
 
     @classmethod
     def of(cls, settings: Settings) -> "State":
         """The state before any request."""
-        return cls(settings, tuple(map(Pool, settings.pages)))
+        return cls(settings, tuple(tuple(map(Pool, settings.pages)) for _ in range(settings.groups)))
 
 
 @dataclass(frozen=True)

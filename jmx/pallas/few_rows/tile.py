@@ -1,0 +1,162 @@
+"""Products of tiles of a weight's rows with all tokens, which the kernels of this package consist of.
+
+One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which the next one is on its
+way while the present one is multiplied. So memory is never idle, and no tensor core is needed. Several tokens are
+columns of a tensor core's product, whose steps along K Triton's pipeline loads ahead; or, where a weight has so few
+rows that each can have a CTA, they are multiplied out of registers, too.
+
+A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jmx.pallas.few_rows.choice import Tile
+from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
+
+Ref = Any
+Rate = Float32[Array, "1 t"] | None
+
+
+class Factors(NamedTuple):
+    """References to x (T, K), to a norm's scale, float32 (K,), or None for no norm, and to the weight (N, K)."""
+
+    x: Ref
+    scale: Ref | None
+    weights: Ref
+
+
+class Work(NamedTuple):
+    """The tiles of a call.
+
+    Args:
+        num_tiles: their number.
+        rows: of the weight, int32 (r,), of the n-th.
+        load: what else the n-th tile needs, such as its bias; it is on its way while products are computed.
+        finish: takes n, what `load` returned, the tile's products with the normed tokens (r, t), t = `padded_tokens`,
+            and the norm's rate.
+    """
+
+    num_tiles: int
+    rows: Callable[[Int32[Array, ""]], Int32[Array, " r"]]
+    load: Callable[[Int32[Array, ""]], Any]
+    finish: Callable[[Int32[Array, ""], Any, Float32[Array, "r t"], Rate], None]
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """Columns of the products: a tensor core multiplies 8 at a time."""
+    return 1 if num_tokens == 1 else -(-num_tokens // 8) * 8
+
+
+def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work) -> None:
+    """Computes the tiles of this CTA."""
+    size = factors.x.shape[1]
+
+    def rate(squares: Float32[Array, "1 t"]) -> Rate:
+        return None if factors.scale is None else lax.rsqrt(squares / size + epsilon)
+
+    if factors.x.shape[0] == 1:
+        return _one_token(factors, tile, rate, work)
+    nth = pl.program_id(0)
+    loaded = work.load(nth)
+    products = _by_tensor_cores if tile.rows > 1 else _of_one_row
+    sums, squares = products(factors, tile, work.rows(nth))
+    rates = rate(squares)
+    return work.finish(nth, loaded, sums if rates is None else sums * rates, rates)
+
+
+def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work) -> None:
+    nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
+    weights = _weights(factors, tile, work.rows(nth), True)
+    xs, squares = _tokens(factors, tile)
+    rates = rate(squares)
+
+    def multiply(step: Int32[Array, ""], weights: list[Array]) -> list[Array]:
+        here = nth + step * stride
+        loaded = work.load(here)
+        ahead = here + stride
+        more = ahead < work.num_tiles
+        following = _weights(factors, tile, work.rows(jnp.where(more, ahead, here)), more)
+        sums = _summed(weights, xs)
+        work.finish(here, loaded, sums if rates is None else sums * rates, rates)
+        return following
+
+    lax.fori_loop(0, (work.num_tiles - nth + stride - 1) // stride, multiply, weights)
+
+
+def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"]) -> tuple[Array, Array]:
+    weights = _weights(factors, tile, row, True)
+    xs, squares = _tokens(factors, tile)
+    return _summed(weights, xs).reshape(1, -1), squares.reshape(1, -1)
+
+
+def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:
+    """The columns of each step along K."""
+    size, each = factors.x.shape[1], tile.columns
+    return [start + jnp.arange(each, dtype=jnp.int32)[None, :] for start in range(0, size, each)]
+
+
+def _weights(
+    factors: Factors, tile: Tile, rows: Int32[Array, " r"], where: Bool[Array, ""] | bool
+) -> list[Shaped[Array, "r c"]]:
+    """A tile of the weight; zeros if not `where`."""
+    size = factors.x.shape[1]
+    return [
+        plgpu.load(
+            factors.weights.at[rows[:, None], columns],
+            mask=jnp.broadcast_to((columns < size) & where, (rows.size, tile.columns)),
+            other=0,
+        )
+        for columns in _columns(factors, tile)
+    ]
+
+
+def _tokens(factors: Factors, tile: Tile) -> tuple[list[Float32[Array, "t c"]], Float32[Array, "t 1"]]:
+    """The tokens, times the norm's scale, and the sums of their squares."""
+    count, size = factors.x.shape
+    token = jnp.arange(padded_tokens(count), dtype=jnp.int32)[:, None]
+    steps = _columns(factors, tile)
+    xs = [
+        plgpu.load(factors.x.at[token, its], mask=(its < size) & (token < count), other=0).astype(jnp.float32)
+        for its in steps
+    ]
+    squares = jnp.sum(reduce(jnp.add, (x * x for x in xs)), axis=1, keepdims=True)
+    if factors.scale is not None:
+        xs = [x * plgpu.load(factors.scale.at[its], mask=its < size, other=0) for x, its in zip(xs, steps, strict=True)]
+    return xs, squares
+
+
+def _summed(weights: list[Shaped[Array, "r c"]], xs: list[Float32[Array, "t c"]]) -> Float32[Array, "n 1"]:
+    """The products of several rows with one token, or of one row with several tokens."""
+    parts = (its.astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True))
+    return jnp.sum(reduce(jnp.add, parts), axis=1, keepdims=True)
+
+
+def _by_tensor_cores(factors: Factors, tile: Tile, rows: Int32[Array, " r"]) -> tuple[Array, Array]:
+    count, size = factors.x.shape
+    padded = padded_tokens(count)
+    tokens = jnp.arange(padded, dtype=jnp.int32)[None, :]
+
+    def step(number: Int32[Array, ""], sofar: tuple[Array, Array]) -> tuple[Array, Array]:
+        sums, squares = sofar
+        column = number * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
+        inside = column < size
+        x = plgpu.load(factors.x.at[tokens, column[:, None]], mask=inside[:, None] & (tokens < count), other=0)
+        if factors.scale is not None:
+            wide = x.astype(jnp.float32)
+            scale = plgpu.load(factors.scale.at[column], mask=inside, other=0)
+            squares += wide * wide
+            x = (wide * scale[:, None]).astype(x.dtype)
+        mask = jnp.broadcast_to(inside[None, :], (rows.size, tile.columns))
+        weights = plgpu.load(factors.weights.at[rows[:, None], column[None, :]], mask=mask, other=0)
+        return sums + plgpu.dot(weights, x), squares
+
+    none = jnp.zeros((rows.size, padded), jnp.float32), jnp.zeros((tile.columns, padded), jnp.float32)
+    sums, squares = lax.fori_loop(0, -(-size // tile.columns), step, none)
+    return sums, jnp.sum(squares, axis=0, keepdims=True)
