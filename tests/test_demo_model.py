@@ -15,8 +15,8 @@ from float_checkpoints import float_gpt_oss
 from tokenizers import Tokenizer
 
 from examples.fine_tune import fine_tune, random_adapters, read_tokens
-from examples.train import bits_per_byte
 from jmx.models import load
+from jmx.training import bits_per_byte
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "gpt_oss_demo"
@@ -52,13 +52,16 @@ def test_all_of_it_takes_the_bits_that_its_page_states():
 
 
 @pytest.mark.costly
-def test_it_writes_words_of_the_text():
+def test_it_writes_sentences_in_words_of_the_text():
     command = [sys.executable, "-m", "jmx.cli", "generate", DEMO, "And God said", "--max-new-tokens", "40"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     words, known = (re.findall(r"\w+", text.lower()) for text in (done.stdout, UNSEEN.decode()))
     assert len(words) >= 20
     assert sum(word in known for word in words) >= 0.8 * len(words)
+    sentences = re.findall(r"[A-Z][^.!?]*[.!?]", f"And God said{done.stdout}")  # the second begins with a capital, too
+    assert sentences
+    assert all(len(sentence.split()) >= 4 for sentence in sentences)
 
 
 @pytest.mark.costly

@@ -1,6 +1,13 @@
 """`jmx.training.Run`: a training that stops and continues, its checkpoints, its curve, and what stops it."""
 
+import io
 import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +87,84 @@ def test_a_training_that_was_stopped_continues_with_the_same_bits(
     assert again.train() == whole[1]
     assert again.taken == []
     assert again.arrays() == whole[0].arrays()
+
+
+@pytest.mark.parametrize("most", [0, 100, 1000])
+def test_a_save_that_the_disk_has_no_room_for_loses_nothing(
+    tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], most: int
+) -> None:
+    """No file may grow beyond `most` bytes from step 8 on, so that its writes fail like those to a full disk."""
+    training, limits = Training(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    take = training.step
+
+    def step(number: int) -> jax.Array:
+        if number == 8:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        return take(number)
+
+    training.step = step
+    try:
+        with pytest.raises((OSError, ValueError)):
+            training.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = Training(tmp_path)
+    assert again.train() == whole[1]
+    assert again.taken[0] == 5  # after the one that was saved before
+    assert again.arrays() == whole[0].arrays()
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from test_training_run import Training
+Training(Path(sys.argv[1])).train()
+print("complete", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_loses_at_most_the_steps_since_the_last_save(
+    tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], rng: np.random.Generator
+) -> None:
+    """Saves take most of the time of such small steps. A run of its own is killed until one is complete."""
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "run")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    killed, complete = 0, False
+    while not complete:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+            assert child.stdout is not None
+            if killed < 4:
+                child.stdout.readline()
+                time.sleep(float(rng.uniform(0, 0.3)))
+                child.kill()
+                killed += 1
+            complete = "complete" in child.stdout.read()
+    training = Training(tmp_path / "run")
+    assert training.train() == whole[1]
+    assert training.taken == []
+    assert training.arrays() == whole[0].arrays()
+
+
+class Terminal(io.StringIO):
+    """What a bar is drawn on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_with_the_loss_and_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    curve = Training(tmp_path).train()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    last = re.split(r"[\r\n]+", shown.strip())[-1]
+    assert re.search(rf"loss {curve[-1][1]:.3f}, \d+ tokens/s .* 13/13 ", last), last
+    assert "step 13" not in shown
 
 
 @pytest.mark.parametrize(("bad", "kept"), [(1, 0), (4, 0), (7, 4), (13, 12)])

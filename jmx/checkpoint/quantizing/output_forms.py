@@ -68,6 +68,8 @@ def check_writable(format: Format) -> None:
     """ValueError, naming the formats that can be written, unless `format` is one of them."""
     if storage_of(format) is None:
         why = "only calibration finds its order of columns" if "order" in format.arrays else "no file form holds it"
+        if format.is_float:
+            why = "it is not quantized, and only quantized experts are written"
         raise ValueError(f"`format` (={format.name!r}) cannot be written: {why}; what can: {', '.join(WRITABLE)}")
 
 
