@@ -67,12 +67,11 @@ def assert_close(got, expected, most):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 @pytest.mark.parametrize(("size", "order"), ORDERS)
 def test_the_gradient_is_that_of_jax(activation, size, order, rng):
-    operands, call = draw_gradient(rng, activation, size, order)
-    defined = gradient.through_activation(*operands, call)
-    kernel = gradient.through_activation(*operands, dataclasses.replace(call, interpret=True))
+    (h, da, factor, used), call = draw_gradient(rng, activation, size, order)
+    defined = gradient.through_activation(h, da, factor, used, call)
+    kernel = gradient.through_activation(h, da, factor, used, dataclasses.replace(call, interpret=True))
     for got, expected in zip(kernel, defined, strict=True):
         assert_close(got, expected, 1e-5)
-    h, da, factor, used = operands
 
     def value(h, factor):
         parts = split(jnp.where(used[:, None], h, 0), call.order, size)
@@ -98,9 +97,9 @@ def test_the_gradient_of_no_rows_in_use(rng):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 @pytest.mark.parametrize(("size", "order"), ORDERS)
 def test_the_gradient_on_a_gpu(activation, size, order, rng):
-    operands, call = draw_gradient(rng, activation, size, order, num_rows=1000)
-    defined = jax.jit(call.define)(*operands)
-    for got, expected in zip(gradient.through_activation(*operands, call), defined, strict=True):
+    (h, da, factor, used), call = draw_gradient(rng, activation, size, order, num_rows=1000)
+    defined = jax.jit(call.define)(h, da, factor, used)
+    for got, expected in zip(gradient.through_activation(h, da, factor, used, call), defined, strict=True):
         assert_close(got, expected, 1e-5)
 
 

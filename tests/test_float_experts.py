@@ -318,7 +318,12 @@ def test_a_linen_module_trains(rng):
     x = jnp.asarray(rng.standard_normal((64, H)), jnp.float32)
     variables: Any = layer.init(jax.random.key(0), x)
     assert {*variables} == {"params"}
-    of_params: Any = jax.jit(jax.value_and_grad(lambda its: jnp.square(layer.apply(its, x) - jnp.sin(x)).mean()))
+
+    def loss(its: Any) -> jax.Array:
+        y: Any = layer.apply(its, x)
+        return jnp.square(y - jnp.sin(x)).mean()
+
+    of_params: Any = jax.jit(jax.value_and_grad(loss))
     first, gradients = of_params(variables)
     assert all(jnp.abs(a).max() > 0 for a in jax.tree.leaves(gradients))
     step: Any = jax.tree.map(lambda p, g: p - 0.1 * g, variables, gradients)

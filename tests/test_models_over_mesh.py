@@ -123,6 +123,18 @@ def test_greedy_tokens_are_those_of_one_device(checkpoint: str, mesh: str) -> No
     assert tokens_of(runner) == tokens
 
 
+@pytest.mark.parametrize(
+    ("mesh", "kept"), [("ep", ["grouped"]), ("dp and ep", ["grouped"]), (None, ["grouped", "out"])]
+)
+def test_a_device_has_whole_blocks_of_fp8_matrices(mesh: str | None, kept: list[str]) -> None:
+    """The product after attention has 32 columns, one block of scales: two devices each have a half of it."""
+    model = load(CHECKPOINTS["qwen3_moe fp8_block"], dtype=jnp.float32, **over(mesh))
+    attention = model.layers[0].attention
+    assert [
+        name for name in ("grouped", "out") if isinstance(getattr(attention, name).weights, jmx.nnx.Quantized)
+    ] == kept
+
+
 def test_random_weights_do_not_depend_on_the_mesh(small: Runner) -> None:
     for mesh in ("ep", "dp and ep"):
         pairs = zip(*(nnx.to_flat_state(nnx.state(its.model)) for its in (small, divided(mesh))), strict=True)

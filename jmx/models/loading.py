@@ -328,8 +328,18 @@ def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[Pl
     modules = {"": model} | {in_layer(number, ""): block for number, block in enumerate(model.layers)}
     for prefix, module in modules.items():
         for place in places(module, prefix):
-            if place.linear is not None and stays_quantized([formats.get(name) for name in place.names]):
+            found = [formats.get(name) for name in place.names]
+            if place.linear is not None and stays_quantized(found) and _has_whole_blocks(model.split, place, found[0]):
                 yield place
+
+
+def _has_whole_blocks(split: ModelSplit | None, place: Place, format: jmx.Format | None) -> bool:
+    """Whether each device's part of a matrix's columns has all columns of each of its scales."""
+    keys, columns = keys_of(place.variable), place.variable.get_value().shape[-1]
+    ways = 1 if split is None or len(keys) < 2 or keys[1] is None else split.ways(keys[1])
+    if ways == 1 or format is None:
+        return True
+    return format.block_size != formats.WHOLE_ROW and columns % (ways * format.block_size) == 0
 
 
 def num_kept(model: Model, source: Source) -> int:
