@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 from model_steps import relative_error
 
+import jmx
 from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.gpt_oss import read_config
 from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING
