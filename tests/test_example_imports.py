@@ -34,6 +34,7 @@ PUBLIC = {
     "jmx.lora",
     "jmx.models",
     "jmx.parallel",
+    "jmx.plot",
     "jmx.training",
     "jmx.util.atomic_files",  # CONTRIBUTING.md
 }
