@@ -90,7 +90,7 @@ def test_a_training_that_was_stopped_continues_with_the_same_bits(
 
 
 @pytest.mark.parametrize("most", [0, 100, 1000])
-def test_a_save_that_the_disk_has_no_room_for_loses_nothing(
+def test_a_save_to_a_full_disk_loses_nothing(
     tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], most: int
 ) -> None:
     """No file may grow beyond `most` bytes from step 8 on, so that its writes fail like those to a full disk."""

@@ -59,8 +59,6 @@ class Runner:
         check_instance("store", store, ProgramStore | None, "a ProgramStore, or None")
         weights = Weights.of(model)
         self._weights = weights.arrays
-        # A launch on a CPU may compute the program before it returns, while a caller waits for tokens that are there.
-        self._launches_ahead = any(d.platform != "cpu" for d in jax.tree.leaves(weights.arrays)[0].devices())
         self._forward = Forward(model, weights, store)
         by_row, whole = self.model.by_row, self.model.whole
 
@@ -254,6 +252,11 @@ class Runner:
                 yield read()
             ready = new
         yield read()
+
+    @cached_property
+    def _launches_ahead(self) -> bool:
+        """False on a CPU, where a launch may compute the program before it returns, while tokens wait to be taken."""
+        return any(device.platform != "cpu" for device in jax.tree.leaves(self._weights)[0].devices())
 
     def _start(self, call: _Call) -> tuple[_State, _Drawn]:
         """The state after the first new tokens, with capacity for all the others in whole chunks, and these tokens."""
