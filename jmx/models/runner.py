@@ -1,6 +1,7 @@
 """Prefill and decode: a model as jitted functions over a donated cache, and the loop that generates with them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
