@@ -29,10 +29,9 @@ def _whole_tiles(problem: Problem) -> Rejection | None:
 
 def _same_range(problem: Problem) -> Rejection | None:
     """float16 has less range than the other dtypes."""
-    if problem.dtype != "float16" or problem.format == "float16":
-        return None
+    fits = problem.dtype != "float16" or problem.format == "float16"
     detail = f"activations are float16, whose range is too small for weights in {problem.format!r}"
-    return Rejection(Reason.DTYPE, detail, "cast x to bfloat16")
+    return None if fits else Rejection(Reason.DTYPE, detail, "cast x to bfloat16")
 
 
 @dataclass(frozen=True)
