@@ -117,7 +117,7 @@ def test_prompts_and_steps_after_them_are_the_definition(case: str, rng: np.rand
     sizes = CASES[case]
     module, total = made(sizes), 16
     x = rng.standard_normal((BATCH, total, sizes.hidden_size))
-    expected = np.stack([definition(module, sizes, normalized(row, 1, sizes.rms_norm_eps)) for row in x])
+    expected = x + np.stack([definition(module, sizes, normalized(row, 1, sizes.rms_norm_eps)) for row in x])
     cache = jnp.zeros(module.cache_shape(BATCH, CAPACITY))
     got, cache = called(module, sizes, x, None, cache)
     assert relative_error(got, expected) <= 1e-5
