@@ -105,7 +105,7 @@ def test_interpreted_it_runs_on_a_cpu_alone():
         ("a100", {"dtype": "float32"}, False),
         ("a100", {"layout": "canonical"}, False),
         ("a100", {"format": "nvfp4"}, True),
-        ("l4", {"format": "int4_g128_asym_order"}, True),
+        ("l4", {"format": "int4_g128_asym_order", "hidden_size": 256, "intermediate_size": 256}, True),
         ("a100", {"format": "int8_channel"}, False),
         ("b200", {}, False),
         ("h200", {"layout": "mosaic_sm90"}, False),

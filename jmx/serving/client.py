@@ -104,6 +104,7 @@ class EngineClient:
         while (message := outbox.get()) is not None:
             with contextlib.suppress(OSError):  # `_lost` is called for it
                 connection.send(message)
+        connection.close()  # by the thread that writes to it, since its number may then be that of another file
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, list):
@@ -130,9 +131,8 @@ class EngineClient:
         """The process is gone: its requests are lost, and it is started once more."""
         if connection is not self._connection:
             return
-        connection.close()
         self._connection = None
-        self._outbox.put(None)
+        self._outbox.put(None)  # closes it
         if self.status == "draining" and not self._queues:
             self.ended.set()
             return
