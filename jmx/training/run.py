@@ -156,7 +156,7 @@ class _Checkpoints:
 
 
 class _Display:
-    """A progress bar, or lines where nobody would see it move."""
+    """A progress bar on a terminal; elsewhere lines."""
 
     def __init__(self, steps: int, done: int):
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]

@@ -1,24 +1,18 @@
 """How the kernels of this package are called.
 
-A call is a primitive. Lowered for a GPU it is the kernel; for other platforms, in exported programs, of which Triton
-kernels are no stable part, and under vmap it is its definition in plain jnp. Derivatives are those of the definition.
+A call is one of `jmx.pallas.defined`. Derivatives are those of its definition.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from jmx import meshes
+from jmx.pallas import defined
 from jmx.pallas.few_rows.choice import Tile
-from jmx.pallas.quiet import lower_quietly
 from jmx.util.typing import Array, Shaped
-
-Arrays = Sequence[Shaped[Array, "..."]]
 
 
 class Call(Protocol):
@@ -68,37 +62,39 @@ def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return run(call, *primals), of_results
 
 
-@partial(jax.jit, static_argnums=0)  # so that no call is evaluated outside of a program
 def _bind(call: Call, given: NamedTuple) -> list[Shaped[Array, "..."]]:
     arrays, treedef = jax.tree.flatten(given)
-    return _few_rows_p.bind(*arrays, call=call, treedef=treedef)
+    return _few_rows(*arrays, call=_OfLeaves(call, treedef))
 
 
-_few_rows_p = Primitive("jmx_few_rows")
-_few_rows_p.multiple_results = True
+@dataclass(frozen=True)
+class _OfLeaves:
+    """A call as `jmx.pallas.defined` has it: of the leaves of its operands."""
 
+    call: Call
+    treedef: Any
 
-@_few_rows_p.def_abstract_eval
-def _abstract(*arrays: Any, call: Call, treedef: Any) -> list[ShapedArray]:
-    return [ShapedArray(its.shape, its.dtype) for its in call.shapes(jax.tree.unflatten(treedef, arrays))]
+    @property
+    def interpret(self) -> bool:
+        return self.call.interpret
 
+    def shapes(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
+        return self.call.shapes(jax.tree.unflatten(self.treedef, arrays))
 
-def _defined(*arrays: Any, call: Call, treedef: Any) -> Arrays:
-    return call.define(jax.tree.unflatten(treedef, arrays))
+    def define(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        return self.call.define(jax.tree.unflatten(self.treedef, arrays))
 
+    def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        # Importing Pallas takes a second.
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton as plgpu
 
-def _launched(*arrays: Any, call: Call, treedef: Any) -> Arrays:
-    # Importing Pallas takes a second.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
+        call, given = self.call, jax.tree.unflatten(self.treedef, arrays)
+        names = [name for name, array in given._asdict().items() if array is not None]
 
-    given = jax.tree.unflatten(treedef, arrays)
-    names = [name for name, array in given._asdict().items() if array is not None]
+        def body(*refs: Any) -> None:
+            call.kernel(jax.tree.unflatten(self.treedef, refs[: len(arrays)]), *refs[len(arrays) :])
 
-    def body(*refs: Any) -> None:
-        call.kernel(jax.tree.unflatten(treedef, refs[: len(arrays)]), *refs[len(arrays) :])
-
-    with jax.enable_x64(False):
         return pl.pallas_call(
             body,
             grid=(call.num_ctas(given),),
@@ -110,23 +106,4 @@ def _launched(*arrays: Any, call: Call, treedef: Any) -> Arrays:
         )(*arrays)
 
 
-def _lower(context: Any, *arrays: Any, call: Call, treedef: Any) -> Any:
-    function = _launched if call.interpret else _defined
-    return mlir.lower_fun(partial(function, call=call, treedef=treedef))(context, *arrays)
-
-
-def _lower_for_gpu(context: Any, *arrays: Any, call: Call, treedef: Any) -> Any:
-    if context.module_context.lowering_parameters.for_export:
-        return _lower(context, *arrays, call=call, treedef=treedef)
-    launched = partial(_launched, call=call, treedef=treedef)
-    return lower_quietly(launched, context, *arrays, multiple_results=True)
-
-
-def _batch(arrays: Any, axes: Any, *, call: Call, treedef: Any) -> Any:
-    results = jax.vmap(partial(_defined, call=call, treedef=treedef), axes)(*arrays)
-    return results, [0] * len(results)
-
-
-mlir.register_lowering(_few_rows_p, _lower)
-mlir.register_lowering(_few_rows_p, _lower_for_gpu, platform="cuda")
-batching.primitive_batchers[_few_rows_p] = _batch
+_few_rows = defined.primitive("jmx_few_rows")
