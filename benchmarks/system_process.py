@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,6 +27,32 @@ def begin(system: str, compiled: int) -> bool:
     if system == "limits":
         print(json.dumps(_limits()), flush=True)
     return system != "limits"
+
+
+def report(
+    system: str, tokens: Sequence[int], compiled: Callable[[int], Any], measured: Callable[[int, Any], dict[str, Any]]
+) -> None:
+    """Compiles the cases of all token counts side by side; then, once they are to be timed, prints a line for each.
+
+    Args:
+        system: its name.
+        tokens: the token counts.
+        compiled: a token count -> what `measured` takes, or a str, why there is nothing.
+        measured: a token count and what was compiled for it -> its row.
+    """
+    with ThreadPoolExecutor(4) as threads:
+        programs = dict(zip(tokens, threads.map(compiled, tokens), strict=True))
+    if not begin(system, sum(not isinstance(its, str) for its in programs.values())):
+        return
+    for num_tokens, its in programs.items():
+        if isinstance(its, str):
+            row: dict[str, Any] = {"error": its}
+        else:
+            try:
+                row = measured(num_tokens, its)
+            except Exception as error:  # one token count out of memory leaves the others
+                row = {"error": described(error, 300)}
+        print(json.dumps({"tokens": num_tokens, **row}), flush=True)
 
 
 def _limits() -> dict[str, Any]:

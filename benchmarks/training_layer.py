@@ -14,7 +14,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmx
-from benchmarks.system_process import begin, described
+from benchmarks.system_process import begin, described, report
 from jmx.perf import bench
 from jmx.perf.bench import System
 from jmx.perf.machine import seconds
@@ -218,10 +217,13 @@ def measure(shape: Shape, settings: Settings, num_tokens: int, program: Program)
     row["weight_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / settings.layers
     if not max(found.values()) < TOLERANCE:
         return row | {"error": "the result is wrong"}
-    calls = {
-        "forward": (program.forward, partial(program.forward, *arguments)),
-        "both": (program.both, partial(program.both, *arguments, case.dy)),
-    }
+    return row | times(program.forward, program.both, arguments, case.dy, settings)
+
+
+def times(forward: Any, both: Any, arguments: tuple[Any, ...], dy: jax.Array, settings: Settings) -> dict[str, Any]:
+    """Those of both compiled functions, in us a layer, and their temporary memory."""
+    row: dict[str, Any] = {}
+    calls = {"forward": (forward, partial(forward, *arguments)), "both": (both, partial(both, *arguments, dy))}
     for name, (compiled, call) in calls.items():
         time, spread = seconds(call, settings.repeats)
         row |= {f"{name}_us": 1e6 * time / settings.layers, f"{name}_spread": spread}
@@ -235,20 +237,7 @@ def main(name: str, text: str) -> None:
     if name == "limits":
         begin(name, 0)
         return
-    with ThreadPoolExecutor(4) as threads:
-        compiling = partial(compile_case, name, shape, settings)
-        programs = dict(zip(settings.tokens, threads.map(compiling, settings.tokens), strict=True))
-    if not begin(name, sum(not isinstance(its, str) for its in programs.values())):
-        return
-    for num_tokens, its in programs.items():
-        if isinstance(its, str):
-            row: dict[str, Any] = {"error": its}
-        else:
-            try:
-                row = measure(shape, settings, num_tokens, its)
-            except Exception as error:  # one token count out of memory leaves the others
-                row = {"error": described(error, 300)}
-        print(json.dumps({"tokens": num_tokens, **row}), flush=True)
+    report(name, settings.tokens, partial(compile_case, name, shape, settings), partial(measure, shape, settings))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +25,11 @@ import jax
 import jax.numpy as jnp
 
 import jmx
-from benchmarks.system_process import begin, described
-from benchmarks.training_layer import TOLERANCE, Case, Outcome, Settings, draw, errors, expected
+from benchmarks.system_process import described, report
+from benchmarks.training_layer import TOLERANCE, Case, Outcome, Settings, draw, errors, expected, times
 from jmx import activations, training
 from jmx.numerics.formats import BlockScaled
 from jmx.perf import bench
-from jmx.perf.machine import seconds
 from jmx.perf.shapes import MODELS, Shape
 from jmx.selection.environment import Environment
 
@@ -148,34 +146,13 @@ def measure(shape: Shape, settings: Settings, num_tokens: int, program: Any) -> 
     row: dict[str, Any] = {"rel_err": found, "weight_bytes": nbytes}
     if not max(found.values()) < TOLERANCE:
         return row | {"error": "the result is wrong"}
-    calls = {
-        "forward": (forward, partial(forward, *arguments)),
-        "both": (both, partial(both, *arguments, case.dy)),
-    }
-    for name, (compiled, call) in calls.items():
-        time, spread = seconds(call, settings.repeats)
-        row |= {f"{name}_us": 1e6 * time, f"{name}_spread": spread}
-        row[f"{name}_temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
-    return row | {"over_forward": row["both_us"] / row["forward_us"]}
+    return row | times(forward, both, arguments, case.dy, settings)
 
 
 def main(name: str, text: str) -> None:
     settings = Settings(**json.loads(text) | {"layers": 1})
     shape = MODELS[settings.model]
-    with ThreadPoolExecutor(4) as threads:
-        compiling = partial(compile_case, name, shape, settings)
-        programs = dict(zip(settings.tokens, threads.map(compiling, settings.tokens), strict=True))
-    if not begin(name, sum(not isinstance(its, str) for its in programs.values())):
-        return
-    for num_tokens, its in programs.items():
-        if isinstance(its, str):
-            row: dict[str, Any] = {"error": its}
-        else:
-            try:
-                row = measure(shape, settings, num_tokens, its)
-            except Exception as error:  # one token count out of memory leaves the others
-                row = {"error": described(error, 300)}
-        print(json.dumps({"tokens": num_tokens, **row}), flush=True)
+    report(name, settings.tokens, partial(compile_case, name, shape, settings), partial(measure, shape, settings))
 
 
 if __name__ == "__main__":
