@@ -205,11 +205,11 @@ def draw(profile: dict[str, Any], path: str) -> None:
     step = [Kernel(start, end, name) for name, start, end in profile["kernels"]]
     parts = parts_of(step)
     with style.settings():
-        figure = Figure(figsize=(12, 8.6), layout="constrained", facecolor="white")
-        whole, layers, shares = figure.subplots(3, 1, height_ratios=(1.0, 2.6, 3.2))
+        figure = Figure(figsize=(11, 8), layout="constrained", facecolor="white")
+        whole, layers, shares = figure.subplots(3, 1, height_ratios=(0.8, 2.4, 3.2))
         figure.suptitle("A decoding step of {model}, {rows} user after {prompt} tokens, {device}".format(**profile))
         for kernel, part in zip(step, parts, strict=True):
-            whole.barh(0, kernel.end - kernel.start, 0.8, kernel.start, color=PARTS[part], linewidth=0)
+            whole.barh(0, kernel.end - kernel.start, 0.8, kernel.start, color=PARTS[part], linewidth=0, snap=False)
         title = "all {layers} layers and the logits: {kernels} kernels, {recorded_step_us:.0f} us"
         whole.set_title(title.format(**profile | {"kernels": len(step)}), fontsize=11)
         draw_layers(layers, step, parts)
@@ -233,13 +233,13 @@ def draw_layers(axes: Any, step: Sequence[Kernel], parts: Sequence[str]) -> None
     for i in shown:
         kernel, first = step[i], step[begin[0]].start
         start, end = kernel.start - first, kernel.end - first
-        axes.barh(0, end - start, 1, start, color=PARTS[parts[i]], linewidth=0)
+        axes.barh(0, end - start, 1, start, color=PARTS[parts[i]], linewidth=0, snap=False)
         short = re.match(r"(jmx_[a-z]+|flash_decode|mosaic)", kernel.name)
         text = kernel.name if short is None else short[1]
         if short is not None and short[1] == "flash_decode":
             text += re.sub(r".*?(_splits\d+)(_window\d+)?.*", r"\1\2", kernel.name)
         axes.text((start + end) / 2, 0.58, text, rotation=50, fontsize=8, rotation_mode="anchor")
-    axes.set_ylim(-0.5, 3.4)
+    axes.set_ylim(-0.5, 2.9)
     axes.set_title(
         f"its first {LAYERS_SHOWN} layers: the first attends to a window, the second to all tokens", fontsize=11
     )
@@ -251,11 +251,14 @@ def draw_shares(axes: Any, profile: dict[str, Any]) -> None:
     idle = {"no kernel": {"us": profile["idle_us"], "kernels": 0}}
     rows = [*(found | idle).items()]
     bars = axes.barh(range(len(rows)), [its["us"] for _, its in rows], color=[PARTS.get(p, "#e2e8f0") for p, _ in rows])
-    axes.bar_label(bars, [f"{its['us']:.0f} us ({its['us'] / total:.1%})" for _, its in rows], padding=4, fontsize=9)
-    names = [f"{part} ({its['kernels']:g} kernels)" if its["kernels"] else part for part, its in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=9)
+    labels = []
+    for part, its in rows:
+        kernels = f"{its['kernels']:g} kernels, " if its["kernels"] else ""
+        labels.append(f"{part}: {kernels}{its['us']:.0f} us ({its['us'] / total:.1%})")
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.set_yticks([])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(its["us"] for _, its in rows))
+    axes.set_xlim(0, 1.45 * max(its["us"] for _, its in rows))
     axes.set_xlabel("us a step")
 
 
