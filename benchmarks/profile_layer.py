@@ -3,7 +3,7 @@
 
     python benchmarks/profile_layer.py capture profile.json --model gpt-oss-20b --tokens 16
     python benchmarks/profile_layer.py draw profile.json docs/images/h200-profile.svg
-    python benchmarks/profile_layer.py draw --kernels profile.json docs/images/h200-kernels.svg
+    python benchmarks/profile_layer.py draw --kernels profile.json kernels.svg
 
 `capture` runs a few layers under `jax.profiler`, which names every kernel; and one more layer whose Hopper kernel
 records the `jax.named_scope`s of one CTA, warp by warp, which Pallas writes where `profile_space` asks for it.

@@ -2,7 +2,7 @@
 """Profiles a decoding step of gpt-oss on an NVIDIA GPU, and draws where its time goes.
 
     python benchmarks/profile_step.py capture profile.json --model gpt-oss-120b
-    python benchmarks/profile_step.py draw profile.json docs/images/h100-step.svg
+    python benchmarks/profile_step.py draw profile.json docs/images/h200-step.svg
 
 `capture` makes random weights, computes prompts, and generates: some programs of `CHUNK` steps are timed alone, then
 some are recorded by `jax.profiler`, which names every kernel. The profile has all kernels of one step, that of median
@@ -17,7 +17,7 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -115,14 +115,13 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     median = statistics.median_low(lengths)
     found = steps[lengths.index(median)]
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
-    launched: Counter[str] = Counter()
+    launched: dict[str, list[int]] = defaultdict(lambda: [0] * len(steps))
     for number, step in enumerate(steps):
         for kernel, part in zip(step, parts_of(step), strict=True):
             spent[part][number] += kernel.end - kernel.start
-            launched[part] += 1
+            launched[part][number] += 1
     first = found[0].start
-    inside = {event["name"] for event in trace if "raphLaunch" in str(event.get("name"))}
-    launches = sum(event["name"] in inside for event in trace if event.get("ph") == "X")
+    launches = sum(str(event.get("name")).startswith("cuGraphLaunch") for event in trace if event.get("ph") == "X")
     all_steps = sum(kernel.name.startswith(ONCE_A_LAYER) for kernel in kernel_trace.kernels(trace)) / layers
     return {
         "layers": layers,
@@ -130,9 +129,8 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
         "recorded_step_us": round(median, 1),
         "idle_us": round(median - busy(found), 1),
         "graph_launches_per_step": round(launches / all_steps, 2),
-        "graph_launch_events": sorted(inside),
         "parts": {
-            part: {"us": round(statistics.median(spent[part]), 1), "kernels": round(launched[part] / len(steps), 2)}
+            part: {"us": round(statistics.median(spent[part]), 1), "kernels": statistics.median_low(launched[part])}
             for part in PARTS
             if part in spent
         },
@@ -141,14 +139,16 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
 
 
 def whole_steps(kernels: Sequence[Kernel], layers: int) -> Iterator[list[Kernel]]:
-    """Kernels of each step that is whole. One begins after the longest pause between layers that are far apart."""
+    """Kernels of each step that is whole. It begins with the kernel that usually follows the longest pause."""
     attention = [i for i, kernel in enumerate(kernels) if kernel.name.startswith(ONCE_A_LAYER)]
     apart = [kernels[b].start - kernels[a].start for a, b in itertools.pairwise(attention)]
-    begins: list[int] = []
-    for number, us in enumerate(apart):
-        if us > 2 * statistics.quantiles(apart, n=4)[0]:  # logits are between them
-            between = range(attention[number] + 1, attention[number + 1] + 1)
-            begins.append(max(between, key=lambda i: kernels[i].start - kernels[i - 1].end))
+    most = 2 * statistics.quantiles(apart, n=4)[0]  # between the last layer of a step and the next are the logits
+    between = [range(attention[i] + 1, attention[i + 1] + 1) for i, us in enumerate(apart) if us > most]
+    longest = [max(its, key=lambda i: kernels[i].start - kernels[i - 1].end) for its in between]
+    first = statistics.mode(kernels[i].name for i in longest)
+    begins = [
+        next((i for i in its if kernels[i].name == first), found) for its, found in zip(between, longest, strict=True)
+    ]
     for start, end in itertools.pairwise(begins):
         if sum(start <= i < end for i in attention) == layers:
             yield [*kernels[start:end]]
@@ -189,7 +189,7 @@ def table(profile: dict[str, Any]) -> str:
     lines = [text.format(**profile), "", "| part | kernels a step | us | share |", "|---|---|---|---|"]
     total = profile["recorded_step_us"]
     rows = ((part, its["kernels"], its["us"]) for part, its in profile["parts"].items())
-    return "\n".join([*lines, *(f"| {part} | {n:g} | {us:.1f} | {us / total:.1%} |" for part, n, us in rows)])
+    return "\n".join([*lines, *(f"| {part} | {n} | {us:.1f} | {us / total:.1%} |" for part, n, us in rows)])
 
 
 def draw_saved(arguments: argparse.Namespace) -> None:
@@ -235,7 +235,7 @@ def draw_layers(axes: Any, step: Sequence[Kernel], parts: Sequence[str]) -> None
         start, end = kernel.start - first, kernel.end - first
         axes.barh(0, end - start, 1, start, color=PARTS[parts[i]], linewidth=0, snap=False)
         short = re.match(r"(jmx_[a-z]+|flash_decode|mosaic)", kernel.name)
-        text = kernel.name if short is None else short[1]
+        text = re.sub(r"_\d+$", "", kernel.name) if short is None else short[1]
         if short is not None and short[1] == "flash_decode":
             text += re.sub(r".*?(_splits\d+)(_window\d+)?.*", r"\1\2", kernel.name)
         axes.text((start + end) / 2, 0.58, text, rotation=50, fontsize=8, rotation_mode="anchor")
@@ -253,7 +253,7 @@ def draw_shares(axes: Any, profile: dict[str, Any]) -> None:
     bars = axes.barh(range(len(rows)), [its["us"] for _, its in rows], color=[PARTS.get(p, "#e2e8f0") for p, _ in rows])
     labels = []
     for part, its in rows:
-        kernels = f"{its['kernels']:g} kernels, " if its["kernels"] else ""
+        kernels = f"{its['kernels']} kernels, " if its["kernels"] else ""
         labels.append(f"{part}: {kernels}{its['us']:.0f} us ({its['us'] / total:.1%})")
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_yticks([])
