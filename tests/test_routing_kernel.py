@@ -16,7 +16,19 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmx
-from jmx import Environment, Experts, GroupedTopK, Logits, Problem, ReLU, SigmoidTopK, SoftmaxTopK, TopKSoftmax
+from jmx import (
+    Custom,
+    Environment,
+    Experts,
+    GroupedTopK,
+    Logits,
+    Problem,
+    ReLU,
+    SigmoidTopK,
+    SoftmaxTopK,
+    SqrtSoftplusTopK,
+    TopKSoftmax,
+)
 from jmx.backends import registered_backends
 from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
@@ -63,23 +75,37 @@ SHAPES = [  # tokens, experts, slots, and how rows are grouped
 ]
 
 
-@INTERPRETED
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sampled(6)
-def test_the_kernel_computes_its_definition(rng, shape, renormalize, masked):
-    num_tokens, num_experts, top_k, tiling = shape
-    problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k)
+METHODS = {  # of k slots, and whether they have a correction bias
+    "softmax of k": (TopKSoftmax, False),
+    "softmax of all": (lambda k: SoftmaxTopK(k, False), False),
+    "sigmoid": (lambda k: SigmoidTopK(k, False, 2.5), False),
+    "sigmoid and bias": (lambda k: SigmoidTopK(k, True, 2.5), True),
+    "sqrt softplus": (lambda k: SqrtSoftplusTopK(k, True), False),
+}
+GROUPED = [  # DeepSeek-V3's choice and smaller ones; tokens, experts
+    pytest.param(GroupedTopK(8, 8, 4, "sigmoid", True, 2.5), True, 9, 256, id="v3"),
+    pytest.param(GroupedTopK(3, 4, 2, "sigmoid", False), True, 4, 8, id="bias"),
+    pytest.param(GroupedTopK(2, 8, 3, "sigmoid", True), True, 1, 8, id="of one"),
+    pytest.param(GroupedTopK(6, 8, 3, "softmax", False, 16.0), False, 3, 64, id="v2"),
+    pytest.param(GroupedTopK(4, 3, 3, "sqrt_softplus", True), False, 10, 12, id="all groups"),
+]
+
+
+def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts, tiling, masked):
+    problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=num_experts, top_k=method.top_k)
     if tiling is not None and tiling.few_tokens == 0:
         problem = dataclasses.replace(problem, weights_on="input")
-    call = Call(SoftmaxTopK(top_k, renormalize), problem, tiling, num_tokens, interpret=True)
-    kernel = jax.jit(lambda values, mask: routing_kernel.routed(values, mask, call))
-    defined = jax.jit(lambda values, mask: definition(values, mask, call))
+    call = Call(method, problem, tiling, num_tokens, biased, interpret=True)
+    kernel = jax.jit(lambda *given: routing_kernel.routed(*given, call))
+    defined = jax.jit(lambda *given: definition(*given, call))
     for kind in KINDS:
         values = draw_logits(rng, kind, num_tokens, num_experts)
         mask = rng.random(num_tokens) < 0.7 if masked else None
-        found, expected = kernel(values, mask), defined(values, mask)
+        bias = None
+        if biased:
+            bias = rng.integers(-2, 3, num_experts).astype(np.float32) / 4
+            bias[rng.integers(num_experts)] = rng.choice([np.nan, -np.inf, 0.5])
+        found, expected = kernel(values, mask, bias), defined(values, mask, bias)
         for name, a, b in zip(found._fields, found, expected, strict=True):
             if a is None or b is None:
                 assert a is b, name
@@ -90,6 +116,24 @@ def test_the_kernel_computes_its_definition(rng, shape, renormalize, masked):
             else:
                 real = int(expected.num_blocks[0]) if name == "rows" else None  # others have no rows
                 np.testing.assert_array_equal(a[:real], b[:real], err_msg=f"{name} of {kind}")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(6)
+def test_the_kernel_computes_its_definition(rng, shape, method, masked):
+    num_tokens, num_experts, top_k, tiling = shape
+    make, biased = METHODS[method]
+    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("method", "biased", "num_tokens", "num_experts"), GROUPED)
+@pytest.mark.sampled(3)
+def test_the_kernel_chooses_among_groups(rng, method, biased, num_tokens, num_experts):
+    assert_computes_its_definition(rng, method, biased, num_tokens, num_experts, Tiling(8, 8, 8), False)
 
 
 # In the layer
@@ -145,7 +189,7 @@ def anywhere(monkeypatch):
         return route_and_group(*arguments)
 
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Blockwise(), *registered_backends())))
-    monkeypatch.setattr(routing_kernel, "applies", lambda method, tokens, *_: isinstance(tokens, int) and tokens > 0)
+    monkeypatch.setattr(routing_kernel, "applies", lambda logits, tokens, _: isinstance(tokens, int) and tokens > 0)
     monkeypatch.setattr(routing_kernel, "route_and_group", recorded)
     return made
 
@@ -282,7 +326,8 @@ def test_changed_ids_have_no_blocks(rng, anywhere):
     problem = dataclasses.replace(PROBLEM, num_tokens=3, num_experts=NUM_EXPERTS, top_k=TOP_K)
     tiling = Tiling(8, 4, 8)
     _, logits, _ = draw_layer(rng, 3)
-    routing = route_and_group(jnp.asarray(logits), None, Call(TopKSoftmax(TOP_K), problem, tiling, 3))
+    method = TopKSoftmax(TOP_K)
+    routing = route_and_group(Logits(jnp.asarray(logits), method), None, Call(method, problem, tiling, 3))
     assert isinstance(routing, GroupedRouting)
     assert routing.work(tiling.of(problem)) is not None
     assert routing.work(Tiling(16, 4, 8).of(problem)) is None
@@ -301,24 +346,32 @@ PROBLEM = Problem(
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("method", "num_tokens", "num_experts", "machine", "expected"),
+    ("method", "num_tokens", "num_experts", "machine", "biased", "expected"),
     [
-        (TopKSoftmax(4), 1, 128, "h200", True),
-        (SoftmaxTopK(8, True), 64, 128, "a100", True),
-        (SoftmaxTopK(8, False), 64, 128, "b200", True),
-        (TopKSoftmax(4), 256, 32, "h200", True),
-        (TopKSoftmax(4), 257, 32, "h200", False),
-        (TopKSoftmax(4), 65, 128, "h200", False),
-        (TopKSoftmax(4), 0, 128, "h200", False),
-        (TopKSoftmax(4), None, 128, "h200", False),
-        (TopKSoftmax(4), 1, 128, "cpu", False),
-        (TopKSoftmax(9), 1, 128, "h200", False),
-        (SigmoidTopK(4, True), 1, 128, "h200", False),
-        (GroupedTopK(4, 4, 2, "softmax", True), 1, 128, "h200", False),
+        (TopKSoftmax(4), 1, 128, "h200", False, True),
+        (SoftmaxTopK(8, True), 64, 128, "a100", False, True),
+        (SoftmaxTopK(8, False), 64, 128, "b200", False, True),
+        (TopKSoftmax(4), 256, 32, "h200", False, True),
+        (TopKSoftmax(4), 257, 32, "h200", False, False),
+        (TopKSoftmax(4), 65, 128, "h200", False, False),
+        (TopKSoftmax(4), 0, 128, "h200", False, False),
+        (TopKSoftmax(4), None, 128, "h200", False, False),
+        (TopKSoftmax(4), 1, 128, "cpu", False, False),
+        (TopKSoftmax(9), 1, 128, "h200", False, False),
+        (SigmoidTopK(4, True), 1, 128, "h200", True, True),
+        (SqrtSoftplusTopK(4, True), 1, 128, "h200", False, True),
+        (SqrtSoftplusTopK(4, True), 1, 128, "h200", True, False),
+        (GroupedTopK(8, 8, 4, "sigmoid", True), 32, 256, "h200", True, True),
+        (GroupedTopK(8, 8, 4, "softmax", True), 32, 256, "h200", True, False),
+        (GroupedTopK(4, 5, 2, "softmax", True), 1, 160, "h200", False, False),
+        (GroupedTopK(4, 5, 5, "softmax", True), 1, 160, "h200", False, True),
+        (Custom(4, lambda logits: (logits, logits)), 1, 128, "h200", False, False),
     ],
 )
-def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, expected):
-    assert applies(method, num_tokens, num_experts, Environment.named(machine)) == expected
+def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, biased, expected):
+    logits = jax.ShapeDtypeStruct((num_tokens or 1, num_experts), jnp.float32)
+    bias = jax.ShapeDtypeStruct((num_experts,), jnp.float32) if biased else None
+    assert applies(Logits(logits, method, bias), num_tokens, Environment.named(machine)) == expected
 
 
 @pytest.mark.every_case
@@ -361,7 +414,7 @@ def test_quotients_and_exponentials_are_those_of_xla(tmp_path):
     call = Call(TopKSoftmax(4), problem, Tiling(8, 8, 8), 4)
 
     def calls(*values):
-        return [routing_kernel.routed(its, None, call) for its in values]
+        return [routing_kernel.routed(its, None, None, call) for its in values]
 
     values = [jax.ShapeDtypeStruct((4, 128), jnp.float32)] * 6  # XLA reports launches only if it makes a graph of them
     _, kernels = aot.triton_kernels("h200", tmp_path, "jmx_route", calls, *values)
