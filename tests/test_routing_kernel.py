@@ -138,7 +138,7 @@ def test_the_kernel_chooses_among_groups(rng, method, biased, num_tokens, num_ex
 
 # In the layer
 
-HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 64, 32, 6, 2
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 64, 32, 8, 2
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,24 @@ def transformed(transformation):
 @pytest.mark.sampled(4)
 def test_transformations(rng, interpreted, transformation, num_tokens):
     x, logits, experts = draw_layer(rng, num_tokens)
+    make = transformed(transformation)
+    found = jax.jit(make(at_once))(x, logits, experts)
+    assert interpreted
+    assert_close(found, jax.jit(make(apart))(x, logits, experts))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("transformation", ["grad", "vmap of grad"])
+def test_transformations_of_biased_groups(rng, interpreted, transformation):
+    x, logits, experts = draw_layer(rng, 6)
+    method, bias = GroupedTopK(TOP_K, 4, 2, "sigmoid", True), rng.normal(size=NUM_EXPERTS).astype(np.float32)
+
+    def at_once(x, logits, experts):
+        return layer(x, Logits(logits, method, bias), experts)
+
+    def apart(x, logits, experts):
+        return layer(x, jmx.route(Logits(logits, method, bias)), experts)
+
     make = transformed(transformation)
     found = jax.jit(make(at_once))(x, logits, experts)
     assert interpreted
