@@ -309,12 +309,13 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel."""
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
-    if not routing_kernel.applies(logits.method, num_tokens, problem.num_experts, environment):
+    biased = logits.correction_bias is not None
+    if not routing_kernel.applies(logits.method, biased, num_tokens, problem.num_experts, environment):
         return route(logits, mask)
     backend = select(problem, environment, static.backend, registered_backends()).backend
     tiling = routing_kernel.tiling_of(backend, problem, environment)
-    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens)
-    return routing_kernel.route_and_group(logits.values, mask, call)
+    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens, biased)
+    return routing_kernel.route_and_group(logits, mask, call)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
