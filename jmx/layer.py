@@ -101,12 +101,40 @@ def moe(
         split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
         return _divided(tokens, (experts, adapters), settings, split or Split())
+    return _undivided(tokens, (experts, adapters), settings)
+
+
+def moe_of_some(
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts | MasterExperts,
+    num_routed: int,
+    *,
+    adapters: Adapters | None = None,
+    **settings: Any,
+) -> Float[Array, "T H"]:
+    """`moe` of some of the `num_routed` experts among which tokens are routed; ids count from the first of these.
+
+    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts.
+    """
+    call = _Settings(**settings)
+    some = num_routed if num_routed > experts.num_experts else None
+    return _undivided(_Tokens(x, routing, None), (experts, adapters), call, some)
+
+
+def _undivided(
+    tokens: "_Tokens", weights: over_mesh.Weights, settings: "_Settings", num_routed: int | None = None
+) -> Float[Array, "*tokens H"]:
+    """`moe` of experts that no mesh divides. `num_routed`: that of `Problem`."""
+    (x, routing, mask), (experts, adapters) = tokens, weights
+    activation, weights_on, input_format, backend, save_gate_up = settings
     beside: Beside = adapters
     if isinstance(experts, MasterExperts):
         if adapters is not None:
             raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for MasterExperts")
         experts, beside, prepared = Rounded.of(experts, input_format, Environment.probe(x, routing, experts))
     else:
+        assert isinstance(experts, Experts)
         prepared = experts
     check_arguments(x, routing, prepared, activation, weights_on)
     if adapters is not None:
@@ -115,7 +143,7 @@ def moe(
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
-    problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted)
+    problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted, num_routed)
     static = _Static(problem, environment, backend, save_gate_up)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
@@ -191,10 +219,10 @@ class _Settings(NamedTuple):
     """Static arguments of `moe`, by their names there."""
 
     activation: Activation
-    weights_on: str
-    input_format: str | None
-    backend: str | None
-    save_gate_up: bool
+    weights_on: str = "output"
+    input_format: str | None = None
+    backend: str | None = None
+    save_gate_up: bool = False
 
 
 class _Tokens(NamedTuple):
@@ -280,7 +308,7 @@ def _of_this_device(
     experts = over_mesh.gathered(split, experts)
     routing = flat_routing(routing, x.shape[:-1], mask)
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
-    on_one = partial(moe, **settings._asdict())
+    on_one = partial(moe_of_some, num_routed=over_mesh.num_routed(split, experts), **settings._asdict())
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     flat = x.reshape(-1, x.shape[-1])
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)

@@ -140,8 +140,12 @@ def total_experts(split: Split, experts: AnyExperts) -> int:
     """The number of experts of all devices, without copies."""
     if isinstance(experts, PlacedExperts):
         return experts.placement.num_experts
-    ranks = prod(lax.axis_size(name) for name in split.names("expert")) if split.is_manual() else 1
-    return num_experts(experts) * ranks
+    return num_routed(split, experts) if split.is_manual() else num_experts(experts)
+
+
+def num_routed(split: Split, experts: AnyExperts) -> int:
+    """Experts, or slots, of all devices, inside `jax.shard_map`, where `experts` are those of one."""
+    return num_experts(experts) * prod(lax.axis_size(name) for name in split.names("expert"))
 
 
 def expert_specs(split: Split, experts: AnyExperts, sizes: Mapping[str, int] | None = None) -> Any:

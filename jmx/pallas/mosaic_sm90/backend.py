@@ -72,12 +72,12 @@ class MosaicSm90(LimitedBackend):
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
-        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
         return heuristic(_tile_bytes(problem), *sizes)
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
         del environment
-        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
         return candidates(_tile_bytes(problem), *sizes)
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
@@ -148,7 +148,7 @@ class MosaicSm90(LimitedBackend):
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import forward
 
-        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_experts)
+        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_choices)
         return forward(problem, Primals(x, routing, experts), config, environment.core_count or 1)
 
     def backward(
@@ -157,7 +157,7 @@ class MosaicSm90(LimitedBackend):
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import backward
 
-        config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
+        config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_choices)
         return backward(problem, primals, dy, wanted, config, environment.core_count or 1)
 
     def has_weight_gradients(self, problem: Problem) -> bool:
@@ -191,7 +191,7 @@ class MosaicSm90(LimitedBackend):
         if scales is not None:
             expert = sorted.expert_of(jnp.arange(rows.shape[0], dtype=jnp.int32))
             rows = rows * scales.at[expert + experts.first_expert].get(mode="promise_in_bounds")
-        config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_experts)
+        config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_choices)
         blocks = sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert)
         result = kernel.one_product(
             padded(rows),

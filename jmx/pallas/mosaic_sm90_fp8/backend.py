@@ -141,7 +141,7 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
         problem.input_format == input_formats.FP8_BLOCK.name,
     )
     by_block = blocks_of_inputs or formats.FORMATS[problem.format].block_rows > 1
-    sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+    sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
