@@ -14,6 +14,7 @@ from jmx import grouping
 from jmx.engines.routed import GroupedRouting
 from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
+from jmx.pallas import own_rows
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Shaped
@@ -72,6 +73,8 @@ def run(
         parts = products(work)
     with jax.named_scope("combine"):
         weights = None if problem.on_input else routing.weights
+        if problem.num_routed is not None:
+            return own_rows.combine(parts, work, weights, x.dtype)
         return grouping.combine(parts, work, weights).astype(x.dtype)
 
 

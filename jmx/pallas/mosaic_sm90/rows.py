@@ -1,5 +1,7 @@
 """The rows that the kernel reads: rounded inputs, gathered by expert, in the order of their expert's columns."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -8,6 +10,7 @@ from jmx.engines import grouped
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas import own_rows
 from jmx.pallas.activation.columns import EIGHTS, Order, split
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows, round_rows
 from jmx.pallas.sm90.tiles import TILE
@@ -50,7 +53,9 @@ def sorted_rows(
     given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
     order = experts.merged().gate_up.order
     if order is None:
-        rows = grouped.gather(problem, given.values, routing, work, take_pairs)
+        of_some = problem.num_routed is not None
+        take = partial(own_rows.take, blocks=work.blocks) if of_some else take_pairs
+        rows = grouped.gather(problem, given.values, routing, work, take)
     else:
         users = expert_of_eight(routing, experts, work)
         rows = ordered_rows(given.values, work.token_of_row, order, users)
