@@ -27,9 +27,8 @@ from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, route
-from jmx.routing.leading import check_routing, flat_routing, slots_of
+from jmx.routing.leading import Tokens, check_routing, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
-from jmx.routing.tokens import Tokens
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens

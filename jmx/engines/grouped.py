@@ -14,7 +14,6 @@ from jmx import grouping
 from jmx.engines.routed import GroupedRouting
 from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
-from jmx.pallas import own_rows
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Shaped
@@ -62,10 +61,12 @@ def run(
     routing: Routing,
     tiling: Tiling,
     products: Callable[[Work], Float[Array, "P R H"]],
+    combine: Callable[..., Float[Array, "T H"]] = grouping.combine,
 ) -> Float[Array, "T H"]:
     """The layer, y (T, H) of x's dtype.
 
     `products`: computes floats (P, R, H), whose sum over P is the experts' result for the R rows of the blocks.
+    `combine`: as `grouping.combine`; its result may be of x's dtype.
     """
     with jax.named_scope("grouping"):
         work = tiling.group(problem, routing)
@@ -73,9 +74,7 @@ def run(
         parts = products(work)
     with jax.named_scope("combine"):
         weights = None if problem.on_input else routing.weights
-        if problem.num_routed is not None:
-            return own_rows.combine(parts, work, weights, x.dtype)
-        return grouping.combine(parts, work, weights).astype(x.dtype)
+        return combine(parts, work, weights).astype(x.dtype)
 
 
 def take(x: Shaped[Array, "T ..."], rows: Int32[Array, " R"]) -> Shaped[Array, "R ..."]:

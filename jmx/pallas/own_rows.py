@@ -4,6 +4,7 @@ Sorted rows have the size that any routing may need. XLA gathers all of them, an
 of its slots, also those of other devices. These kernels touch only the rows that are used.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from jax import lax
 from jmx import grouping
 from jmx.grouping import Blocks, Work
 from jmx.pallas import defined
+from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 
 ROWS, COLUMNS, WARPS = 8, 512, 4  # of a tile
@@ -37,6 +39,11 @@ def combine(
         return grouping.combine(parts, work, weights).astype(dtype)
     rest = () if weights is None else (weights,)
     return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
+
+
+def combine_of(problem: Problem, dtype: Any) -> Callable[..., Float[Array, "T H"]]:
+    """What combines the rows of a problem: `combine`, or plain jnp if no expert is elsewhere."""
+    return grouping.combine if problem.num_routed is None else partial(combine, dtype=dtype)
 
 
 @dataclass(frozen=True)

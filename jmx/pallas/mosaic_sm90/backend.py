@@ -23,6 +23,7 @@ from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
@@ -140,7 +141,8 @@ class MosaicSm90(LimitedBackend):
                 out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
 
     def apply_saving(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
