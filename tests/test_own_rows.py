@@ -53,7 +53,8 @@ def test_the_kernels_are_their_definitions(sizes, dtype, rng):
 
 @INTERPRETED
 @pytest.mark.parametrize("of_others", [0.0, 1.0])
-def test_all_rows_and_none(of_others, rng):
+def test_all_rows_and_none(of_others, rng, monkeypatch):
+    monkeypatch.setattr(own_rows, "LEAST_SLOTS", 1)
     x, weights, parts, work, _ = drawn = draw(rng, SIZES[0], "bfloat16", of_others)
     assert_kernels(drawn, interpret=True)
     assert work.token_of_row is not None
@@ -70,7 +71,8 @@ def test_on_a_gpu(sizes, rng):
 
 
 @pytest.mark.aot
-def test_they_compile_for_a_gpu(rng):
+def test_they_compile_for_a_gpu(rng, monkeypatch):
+    monkeypatch.setattr(own_rows, "LEAST_SLOTS", 1)
     x, weights, parts, work, _ = draw(rng, (64, 4, 8, 2880), "bfloat16")
     for function, given, name in (
         (own_rows.take, (x, work.token_of_row, work.blocks), "jmx_take_own_rows"),

@@ -11,21 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jmx import grouping
+from jmx.engines import grouped
 from jmx.grouping import Blocks, Work
 from jmx.pallas import defined
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Float32, Int32, Shaped
+from jmx.util.typing import Array, Bool, Float, Int32, Shaped
 
-ROWS, COLUMNS, WARPS = 8, 512, 4  # of a tile
+ROWS, COLUMNS, WARPS = 4, 512, 4  # of a tile
+LEAST_SLOTS = 1 << 15  # of all tokens, below which these kernels were no faster than XLA's
 _MOST_ELEMENTS = 1 << 31  # of an array, in which Triton's indices are of 32 bits
 
 
 def take(x: Shaped[Array, "T H"], index: Int32[Array, " R"], blocks: Blocks) -> Shaped[Array, "R H"]:
     """Rows of x; those after the last block's hold anything. `blocks`: sorted ones, of which rows are `index`'s."""
-    if index.size * x.shape[1] >= _MOST_ELEMENTS:
+    if index.size < LEAST_SLOTS or index.size * x.shape[1] >= _MOST_ELEMENTS:
         return _taken(x, index)
     number = jnp.broadcast_to(jnp.asarray(blocks.num_blocks), blocks.experts.shape)
     return _take(x, index, blocks.x_rows, blocks.counts, number, call=Take())[0]
@@ -35,7 +36,7 @@ def combine(
     parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None, dtype: Any
 ) -> Float[Array, "T H"]:
     """`grouping.combine`, of `dtype`."""
-    if parts.size >= _MOST_ELEMENTS:
+    if work.row_of.size < LEAST_SLOTS or parts.size >= _MOST_ELEMENTS:
         return grouping.combine(parts, work, weights).astype(dtype)
     rest = () if weights is None else (weights,)
     return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
@@ -59,7 +60,7 @@ class Take:
         return [_taken(x, index)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
-        return _launch(_take_tile, self, given, given[1].size, "jmx_take_own_rows")
+        return _launch(_take_tile, self, given, "jmx_take_own_rows")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Combine:
         return [grouping.combine(parts, work, *(weights or (None,))).astype(self.dtype)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Float[Array, "T H"]]:
-        return _launch(_combine_tile, self, given, given[1].shape[0], "jmx_combine_own_rows")
+        return _launch(_combine_tile, self, given, "jmx_combine_own_rows")
 
 
 _take = defined.primitive("jmx_take_own_rows")
@@ -92,77 +93,62 @@ _combine = defined.primitive("jmx_combine_own_rows")
 
 
 def _taken(x: Shaped[Array, "T H"], index: Int32[Array, " R"]) -> Shaped[Array, "R H"]:
+    if x.dtype.itemsize == 2 and x.shape[1] % 2 == 0:
+        return grouped.take_pairs(x, index)
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _launch(tile: Any, call: Any, given: Any, num_rows: int, name: str) -> list[Shaped[Array, "R H"]]:
+def _launch(kernel: Any, call: Any, given: Any, name: str) -> list[Shaped[Array, "R H"]]:
     # Importing Pallas takes a second.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
+    (out,) = call.shapes(*given)
     return pl.pallas_call(
-        partial(_by_tiles, tile=tile),
-        out_shape=call.shapes(*given),
-        grid=(pl.cdiv(num_rows, ROWS),),
+        kernel,
+        out_shape=[out],
+        grid=(pl.cdiv(out.shape[0], ROWS), pl.cdiv(out.shape[1], COLUMNS)),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=call.interpret,
         name=name,
     )(*given)
 
 
-def _by_tiles(*refs: Any, tile: Any) -> None:
-    """Computes this CTA's rows of the last of `refs`, by tiles of columns."""
+def _tile(out: Any) -> tuple[Int32[Array, " r"], Int32[Array, "1 c"], Bool[Array, "r c"]]:
+    """Rows and columns of this CTA's tile of a result, and which of them are inside."""
     from jax.experimental import pallas as pl
 
-    first = pl.program_id(0) * ROWS
-    rows = first + jnp.arange(ROWS, dtype=jnp.int32)
-    end, step = tile(*refs, rows)
-
-    def columns(i: Any, _: Any) -> None:
-        at = i * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
-        step(at, (rows < end)[:, None] & (at < refs[-1].shape[1])[None, :])
-
-    number = jnp.where(first < end, jnp.int32(pl.cdiv(refs[-1].shape[1], COLUMNS)), jnp.int32(0))
-    lax.fori_loop(jnp.int32(0), number, columns, None)
+    rows = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+    columns = (pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))[None, :]
+    return rows, columns, (rows < out.shape[0])[:, None] & (columns < out.shape[1])
 
 
-def _take_tile(x: Any, index: Any, x_rows: Any, counts: Any, number: Any, out: Any, rows: Int32[Array, " r"]) -> Any:
-    """The number of rows that are used, and what writes a tile of columns of `rows`."""
+def _take_tile(x: Any, index: Any, x_rows: Any, counts: Any, number: Any, out: Any) -> None:
     from jax.experimental.pallas import triton as plgpu
 
+    rows, columns, inside = _tile(out)
     last = jnp.maximum(number[0] - 1, 0)
-    end = x_rows[last] + counts[last]
-    tokens = plgpu.load(index.at[rows], mask=rows < end, other=0)
-
-    def step(at: Int32[Array, " c"], inside: Any) -> None:
-        values = plgpu.load(x.at[tokens[:, None], at[None, :]], mask=inside, other=0)
-        plgpu.store(out.at[rows[:, None], at[None, :]], values, mask=inside)
-
-    return end, step
+    used = rows < x_rows[last] + counts[last]
+    tokens = plgpu.load(index.at[rows], mask=used, other=0)
+    inside &= used[:, None]
+    values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
+    plgpu.store(out.at[rows[:, None], columns], values, mask=inside)
 
 
-def _combine_tile(parts: Any, row_of: Any, *rest: Any) -> Any:
-    """The number of tokens, and what writes a tile of columns of sums."""
+def _combine_tile(parts: Any, row_of: Any, *rest: Any) -> None:
     from jax.experimental.pallas import triton as plgpu
 
-    *weights, out, tokens = rest
-    num_tokens, top_k = row_of.shape
-    slots = []
-    for slot in range(top_k):
-        row = plgpu.load(row_of.at[tokens, slot], mask=tokens < num_tokens, other=-1)
-        factor: Any = 1.0
+    *weights, out = rest
+    tokens, columns, inside = _tile(out)
+    total = jnp.zeros(inside.shape, jnp.float32)
+    for slot in range(row_of.shape[1]):
+        row = plgpu.load(row_of.at[tokens, slot], mask=tokens < out.shape[0], other=-1)
+        read = inside & (row >= 0)[:, None]
+        term: Any = 0.0
+        for part in range(parts.shape[0]):
+            term += plgpu.load(parts.at[part, row[:, None], columns], mask=read, other=0).astype(jnp.float32)
         if weights:
-            factor = plgpu.load(weights[0].at[tokens, slot], mask=row >= 0, other=0).astype(jnp.float32)[:, None]
-        slots.append((row, factor))
-
-    def step(at: Int32[Array, " c"], inside: Any) -> None:
-        total = jnp.zeros((ROWS, COLUMNS), jnp.float32)
-        for row, factor in slots:
-            term: Float32[Array, "r c"] | float = 0.0
-            for part in range(parts.shape[0]):
-                place = parts.at[part, row[:, None], at[None, :]]
-                term += plgpu.load(place, mask=inside & (row >= 0)[:, None], other=0).astype(jnp.float32)
-            total += term * factor
-        plgpu.store(out.at[tokens[:, None], at[None, :]], total.astype(out.dtype), mask=inside)
-
-    return num_tokens, step
+            factor = plgpu.load(weights[0].at[tokens, slot], mask=row >= 0, other=0)
+            term *= factor.astype(jnp.float32)[:, None]
+        total += term
+    plgpu.store(out.at[tokens[:, None], columns], total.astype(out.dtype), mask=inside)
