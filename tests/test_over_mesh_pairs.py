@@ -24,19 +24,12 @@ from jmx.parallel import EXCHANGES, PlacedExperts, Placement
 pytestmark = [
     pytest.mark.costly,
     pytest.mark.devices(8),
-    pytest.mark.sampled(6),
     pytest.mark.usefixtures("peer_by_collectives"),
 ]
 
 E, H, INTERMEDIATE, T, K = 16, 128, 128, 64, 3
 C = np.cos(np.arange(T * H, dtype=np.float32)).reshape(T, H)
-MESHES = {  # sizes of dp, ep and tp; those without tp have whole experts
-    "1x8": (1, 8, 1),
-    "2x4": (2, 4, 1),
-    "4x2": (4, 2, 1),
-    "8x1": (8, 1, 1),
-    "2x2x2": (2, 2, 2),
-}
+MESHES = (1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (2, 2, 2)  # of dp, ep, and tp, which divides shards of experts
 Layer = Callable[[Any, Any], Any]  # x and logits of all tokens -> y
 
 
@@ -86,18 +79,15 @@ def held_as(form: str, experts: jmx.Experts, mesh: Any, ranks: int) -> Any:
     return jax.device_put(experts, NamedSharding(mesh, P("ep")))
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-@pytest.mark.parametrize("format", [*jmx.FORMATS])
-@pytest.mark.parametrize("form", ["experts", "slots", "shards"])
-@pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("input_format", [None, "fp8_token"])
-def test_pairs(
-    shape: str, form: str, format: str, input_format: str | None, transformation: str, exchange: str
-) -> None:
-    sizes, names = MESHES[shape], ("dp", "ep", "tp")
-    if (form == "shards") != (sizes[2] > 1):
-        pytest.skip("shards are divided over an axis of their own")
+@pytest.mark.parametrize("nth", range(8))
+def test_options_that_meet(nth: int, rng: np.random.Generator) -> None:
+    """Each case draws one of each option; `nth` makes that another draw."""
+    shape, form = MESHES[rng.integers(len(MESHES))], "shards"
+    if shape[2] == 1:
+        form = str(rng.choice(["experts", "slots"]))
+    format, exchange, transformation = (str(rng.choice([*its])) for its in (jmx.FORMATS, EXCHANGES, TRANSFORMATIONS))
+    input_format = [None, "fp8_token"][rng.integers(2)]
+    print(shape, form, format, input_format, transformation, exchange)
     experts = jmx.Experts.random(jax.random.key(0), E, H, INTERMEDIATE, gate_up_order="interleaved", format=format)
     x = jax.random.normal(jax.random.key(1), (T, H), jnp.float32)
     logits = jax.random.normal(jax.random.key(2), (T, E), jnp.float32)
@@ -106,11 +96,11 @@ def test_pairs(
         expected = run(layer_of(experts, input_format, None), x, logits)
     except (jmx.NoBackendError, ValueError) as e:  # inputs that do not go with these weights
         pytest.skip(str(e).splitlines()[0])
-    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(shape, ("dp", "ep", "tp"), axis_types=(AxisType.Auto,) * 3)
     split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange, mesh=mesh)
     if form == "shards":
         split = dataclasses.replace(split, intermediate="tp")
-    layer = layer_of(held_as(form, experts, mesh, sizes[1]), input_format, split)
+    layer = layer_of(held_as(form, experts, mesh, shape[1]), input_format, split)
     placed = jax.device_put((x, logits), NamedSharding(mesh, P(("dp", "ep"))))
     got = run(layer, *placed)
     # An order of sums changes which way a number of `down`'s inputs is rounded.
