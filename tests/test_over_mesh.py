@@ -216,6 +216,17 @@ def test_experts_in_the_slots_of_a_placement(whole: Whole, spare: int, kind: str
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_single_rank_exchanges_nothing(whole: Whole, exchange: str) -> None:
+    """The kernels of `peer` take two ranks and more."""
+    with jax.set_mesh(mesh_of((8, 1))):
+        split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
+        lowered = jax.jit(partial(run, split=split)).lower(whole.x, whole.logits, whole.experts)
+    text = lowered.as_text()
+    assert not [name for name in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce") if name in text]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_device_knows_among_how_many_experts_tokens_choose(
     whole: Whole, exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,7 +251,8 @@ def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnEx
         return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first))
 
     mine = jnp.asarray(own.num_experts * _index(split.names("expert")), jnp.int32), own.arrays
-    if split.exchanged and x.shape[0] > 0:  # collectives take no empty arrays
+    ranks = prod(lax.axis_size(name) for name in split.exchanged)
+    if (ranks > 1 or split.chunks > 1) and x.shape[0] > 0:  # collectives take no empty arrays
         here = Here(local, mine, _first_experts(split, own.num_experts))
         call = _call(split, x, routing, own)
         y = choose(call, split.exchange).exchange.apply(call, x, routing, here)
