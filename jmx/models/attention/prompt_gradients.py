@@ -77,7 +77,7 @@ def _of_row(
     pairs = jnp.asarray(found)
     product = partial(jnp.einsum, precision=precision(row.query.dtype), preferred_element_type=jnp.float32)
 
-    def block(array: Float[Array, "... T W"], number: Int32[Array, ""], axis: int = -2) -> Float[Array, "... S W"]:
+    def block(array: Float[Array, "..."], number: Int32[Array, ""], axis: int = -2) -> Float[Array, "..."]:
         return lax.dynamic_slice_in_dim(array, number * size, size, axis)
 
     def updated(array: Any, new: Any, number: Int32[Array, ""], axis: int = -2) -> Any:
