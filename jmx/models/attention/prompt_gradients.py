@@ -2,7 +2,7 @@
 
 Scores are computed again: once for the sums of each softmax, and once for the gradients (FlashAttention 2, Dao, 2023).
 Squares above the diagonal and outside the window are left out. Those of all heads of a row are computed in one step, of
-which the scores, float32, mostly stay in the cache of a GPU. Plain jnp: no kernel for this has been written yet.
+which the scores are float32. Plain jnp: no kernel for this has been written yet.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from jax import lax
 from jmx.util.typing import Array, Float, Float32, Int32
 from jmx.xla.dot import precision
 
-SQUARES = (512, 256, 128)  # queries, and keys, of a square: the first that divides the prompt
+SQUARES = (1024, 512, 256, 128)  # queries, and keys, of a square: the first that divides the prompt
 OF_WINDOWS = (256, 128)  # likewise, where a window leaves most squares empty
 
 
