@@ -18,7 +18,7 @@ from jmx.experts import Experts, ShardedExperts, padding
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
-from jmx.lora.products import added_by
+from jmx.lora.products import AddedBy
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
@@ -397,7 +397,7 @@ def _by_products(
     if x.shape[0] == 0 or problem.top_k == 0:
         return jnp.zeros_like(x)
     assert isinstance(backend, ProductBackend)
-    added = () if adapters is None else (added_by(adapters.padded(experts)),)
+    added = () if adapters is None else (AddedBy(adapters.padded(experts)),)
     if experts.format.is_float and experts.padded_to is not None:
         # An activation whose value at 0 is not 0 would train them. All other padding has the gradient 0.
         down = padding.trained_columns(experts.intermediate_size, experts.down.values)
