@@ -18,6 +18,7 @@ from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics import formats, input_formats
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
@@ -127,7 +128,8 @@ class MosaicSm90Fp8(LimitedBackend):
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, both, own_rows.combine_of(problem, x.dtype))
 
 
 def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
@@ -141,7 +143,7 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
         problem.input_format == input_formats.FP8_BLOCK.name,
     )
     by_block = blocks_of_inputs or formats.FORMATS[problem.format].block_rows > 1
-    sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+    sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
