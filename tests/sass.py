@@ -2,7 +2,8 @@
 
 `wgmma`, HGMMA in SASS, QGMMA where it is of FP8 and IGMMA where it is of integers, runs on after it was issued, until a
 WARPGROUP.DEPBAR waits for it. Meanwhile the registers of its A operand must not be written, and those of its
-accumulator not be touched but by other such. ptxas ensures that, but has been seen not to where a branch was in between, without a message.
+accumulator not be touched but by other such. ptxas ensures that, but has been seen not to where a branch was in
+between, without a message.
 """
 
 import re

@@ -57,7 +57,7 @@ def _pair(problem: Problem) -> Rejection | None:
         return None
     taken = [name for name in INPUTS if multiplies(format, name)]
     detail = f"{problem.format!r} weights and {problem.input_format!r} inputs are no operands of one 8-bit product"
-    return Rejection(Reason.INPUT_FORMAT, detail, f"input_format={taken[-1]!r}, or experts.prepare('mosaic_sm90')")
+    return Rejection(Reason.INPUT_FORMAT, detail, f"input_format={taken[-1]!r}, or prepare them in layout 'auto'")
 
 
 def _sizes(problem: Problem) -> Rejection | None:

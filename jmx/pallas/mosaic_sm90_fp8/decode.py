@@ -4,6 +4,8 @@
 of their blocks; e4m3 of int4 takes 7, and int8 of it 5.
 """
 
+from collections.abc import Callable, Sequence
+
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
@@ -48,8 +50,13 @@ def decoded(elements: Elements, values: ir.Value, scales: ir.Value) -> list[list
     """
     if elements.a == E5M2:
         return _e2m1_slices(values, scales)
-    text = _OF_INT4[elements.a]
-    halves = [[run(text, word), run(text, run(_ROTATED, word))] for word in _words(values)]
+    return int4_slices(elements.a, _words(values), run)
+
+
+def int4_slices[T](kind: str, words: Sequence[T], run: Callable[..., T]) -> list[list[T]]:
+    """Registers of operand A, of `kind`, for the words of a unit. `run` runs PTX on them."""
+    text = _OF_INT4[kind]
+    halves = [[run(text, word), run(text, run(_ROTATED, word))] for word in words]
     return [[halves[2 * nth + row][half] for half in range(2) for row in range(2)] for nth in range(SLICES)]
 
 
