@@ -400,6 +400,7 @@ def shape_of(tokens, name="mxfp4", inputs=None, num_cores=132):
     format = FORMATS[name]
     inputs = inputs or ("fp8_block" if name == "fp8_block" else "int8_token" if name[:4] == "int8" else "fp8_token")
     kind = elements_of(format, INPUT_FORMATS[inputs])
+    assert kind is not None
     blocks = inputs == "fp8_block"
     numbers = kind.decoded, kind.exact, kind.coded, blocks or kind.by_block, blocks and not kind.decoded
     return Shape(unit_bytes(format), *numbers, tokens, 4, 32, (90, 45), (23, 23), num_cores, weighted=False)
@@ -538,6 +539,7 @@ def test_integers_are_added_up_exactly_whatever_the_tokens():
 def allowed(config, format, input_format):
     """The configuration nearest to `config` that a pair allows."""
     elements = elements_of(FORMATS[format], INPUT_FORMATS[input_format])
+    assert elements is not None
     by_block = elements.by_block or input_format == "fp8_block"
     if elements.exact:
         rows = config.block_n if config.block_n <= 32 else -(-config.block_n // 16) * 16

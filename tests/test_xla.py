@@ -183,9 +183,9 @@ def test_no_split_has_one_scale_for_all_tokens(rng):
     case = Case(num_experts=4)
     experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)
     split = jmx.Split(expert="ep", mesh=jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1]))
-    for given, options in ((experts, {"input_format": "fp8_tensor"}), (experts.with_inputs("fp8_tensor"), {})):
+    for given, asked in ((experts, "fp8_tensor"), (experts.with_inputs("fp8_tensor"), None)):
         with pytest.raises(ValueError, match=r"`input_format` \(='fp8_tensor'\) must be one of .* several devices"):
-            jmx.moe(jnp.asarray(x), routing, given, activation=case.activation, split=split, **options)
+            jmx.moe(jnp.asarray(x), routing, given, activation=case.activation, split=split, input_format=asked)
 
 
 def test_gradients_pass_the_rounding_to_one_scale(rng):
