@@ -169,7 +169,7 @@ def test_other_formats_are_all_that_a_backend_takes():
     not_int8 = ["mxfp4", "fp8_tensor", "fp8_channel", "fp8_block", "int4_g128", "int4_channel"]
     integers = ["int4_g128", "int4_channel", "int8_g128", "int8_channel"]
     assert found["mosaic_fp8"] == {
-        *itertools.product(not_int8, ["fp8_static", "fp8_token", "fp8_block"]),
+        *itertools.product(not_int8, ["fp8_static", "fp8_tensor", "fp8_token", "fp8_block"]),
         *itertools.product(integers, ["int8_token"]),
     }
     assert found["mosaic_float"] == {(format, None) for format in unquantized}

@@ -55,6 +55,7 @@ PAIRS = [
     ("mxfp4", "fp8_static", ODD),
     ("mxfp4", "fp8_block", BLOCKS),
     ("fp8_tensor", "fp8_static", ODD),
+    ("fp8_tensor", "fp8_tensor", ODD),
     ("fp8_channel", "fp8_token", ODD),
     ("fp8_block", "fp8_block", BLOCKS),
     ("fp8_block", "fp8_token", ODD),
@@ -403,7 +404,9 @@ def shape_of(tokens, name="mxfp4", inputs=None, num_cores=132):
     assert kind is not None
     blocks = inputs == "fp8_block"
     numbers = kind.decoded, kind.exact, kind.coded, blocks or kind.by_block, blocks and not kind.decoded
-    return Shape(unit_bytes(format), *numbers, tokens, 4, 32, (90, 45), (23, 23), num_cores, weighted=False)
+    return Shape(
+        unit_bytes(format), *numbers, tokens, 4, 32, (90, 45), (23, 23), num_cores, False, inputs == "fp8_tensor"
+    )
 
 
 @pytest.mark.parametrize(
@@ -533,6 +536,14 @@ def test_integers_are_added_up_exactly_whatever_the_tokens():
         assert not heuristic(shape_of(tokens, "int4_g128", "int8_token")).own_sums  # scales belong to 128 columns
 
 
+def test_rows_that_share_one_scale_are_quantized_in_launches_of_their_own():
+    for tokens in (1, 4, 16, 64, 8192):
+        shape = shape_of(tokens, "fp8_tensor", "fp8_tensor")
+        assert not any(config.fuse_quantize for config in candidates(shape))
+        with pytest.raises(ValueError, match=r"`fuse_quantize` \(=True\) must be False where all rows share a scale"):
+            dataclasses.replace(Config(8, 2, 2, 4), fuse_quantize=True).check(shape)
+
+
 # On a GPU
 
 
@@ -541,6 +552,8 @@ def allowed(config, format, input_format):
     elements = elements_of(FORMATS[format], INPUT_FORMATS[input_format])
     assert elements is not None
     by_block = elements.by_block or input_format == "fp8_block"
+    if input_format == "fp8_tensor":
+        config = dataclasses.replace(config, fuse_quantize=False, resident_rows=False)
     if elements.exact:
         rows = config.block_n if config.block_n <= 32 else -(-config.block_n // 16) * 16
         config = dataclasses.replace(config, block_n=rows, own_sums=not by_block)
@@ -842,7 +855,7 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", [name for name in INPUTS if name != "fp8_tensor"])  # for kernels it is static
 def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
     from jmx.pallas.mosaic_sm90_fp8.rows import InputRows

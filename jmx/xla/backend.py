@@ -32,6 +32,7 @@ from jmx.experts import ROLES, Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.gate_up import split_gate_up
+from jmx.numerics.tensor_scales import largest_of_rows
 from jmx.routing import Routing
 from jmx.selection.backend import ExpertProduct
 from jmx.selection.environment import Environment
@@ -221,7 +222,7 @@ def _with_static_scales(
             weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
             a = inputs_of_down(problem, x, weight, experts, step, step_weights)
             valid = step.assignments.reshape(-1) < weights.size
-            return jnp.maximum(most, tensor_scales.largest_of_rows(a.reshape(valid.size, -1), valid))
+            return jnp.maximum(most, largest_of_rows(a.reshape(valid.size, -1), valid))
 
         return loop(routing, experts.num_experts, body, jnp.float32(0))
 
@@ -267,7 +268,7 @@ def product_of_rows(
 
 def _with_static_scale(product: ExpertProduct, rows: Float[Array, "R K"], experts: Experts) -> tuple[Problem, Experts]:
     """One product whose inputs have one dynamic scale, as one with a static scale."""
-    largest = tensor_scales.largest_of_rows(rows, product.sorted.assignment_of_row >= 0)
+    largest = largest_of_rows(rows, product.sorted.assignment_of_row >= 0)
     static = dataclasses.replace(product.problem, input_format=input_formats.FP8_STATIC.name)
     return static, tensor_scales.with_scale(experts, product.role, largest)
 

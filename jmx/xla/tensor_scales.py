@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.experts import Experts
-from jmx.numerics import input_formats
 from jmx.numerics.input_formats import FP8_STATIC, FP8_TENSOR
+from jmx.numerics.tensor_scales import largest_of_rows, static_scale
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Bool, Float, Float32
+from jmx.util.typing import Array, Float, Float32
 
 Largest = Callable[[Problem, Experts], Float32[Array, ""]]
 
@@ -39,18 +39,11 @@ def with_static_scales(problem: Problem, experts: Experts, largest: tuple[Larges
 
 def with_scale(experts: Experts, role: str, largest: Float32[Array, ""]) -> Experts:
     """Experts with the static scale for inputs of `role` whose largest magnitude is given."""
-    scale = input_formats.quantize(largest[None], FP8_TENSOR).scales
-    most = input_formats.static_limits(FP8_STATIC)[1]
-    scale = jnp.minimum(scale, most)  # of float32's largest number one unit less, under which it saturates
+    scale = static_scale(largest)
     if experts.index is not None:
         scale = jnp.broadcast_to(scale, experts.canonical_shape()[:-3])
     changed = {f"{role}_input_scale": scale, "input_format": FP8_STATIC.name}
     return dataclasses.replace(experts, **changed)
-
-
-def largest_of_rows(rows: Float[Array, "R K"], valid: Bool[Array, " R"]) -> Float32[Array, ""]:
-    """The largest magnitude in valid rows; NaN if one is NaN."""
-    return jnp.max(jnp.where(valid[:, None], jnp.abs(rows.astype(jnp.float32)), 0), initial=0)
 
 
 def largest_token(problem: Problem, x: Float[Array, "T H"], routing: Routing) -> Float32[Array, ""]:

@@ -6,7 +6,7 @@ the kernel that multiplies (`fused_quantize`). The combine step sums each token'
 float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from jmx.grouping import Work
 from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.numerics.tensor_scales import scale_of_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
@@ -31,7 +32,7 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits, hidden_and_intermediate, indivisible
-from jmx.util.typing import Array, Float, Float32
+from jmx.util.typing import Array, Bool, Float, Float32
 
 COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
@@ -39,6 +40,7 @@ INPUTS = tuple(
     format.name
     for format in (
         input_formats.FP8_STATIC,
+        input_formats.FP8_TENSOR,
         input_formats.FP8_TOKEN,
         input_formats.FP8_BLOCK,
         input_formats.INT8_TOKEN,
@@ -109,17 +111,25 @@ class MosaicSm90Fp8(LimitedBackend):
         from jmx.pallas.sm90.gemm import Rows
 
         assert problem.input_format is not None
-        format = INPUT_FORMATS[problem.input_format]
+        format, one_scale = INPUT_FORMATS[problem.input_format], not INPUT_FORMATS[problem.input_format].by_token
+        format = input_formats.FP8_STATIC if one_scale else format  # once the scale is known
         config = tuning.config(self, problem, environment).config
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as in the reference
 
+        def scaled(rows: InputRows, valid: Callable[[], Bool[Array, " R"]]) -> InputRows:
+            """The rows with the one scale of those that are valid, if they share one."""
+            if not one_scale:
+                return rows
+            return replace(rows, static_scale=scale_of_rows(rows.values[:, : rows.columns], valid())[None])
+
         def unquantized(work: Work) -> InputRows:
             rows = InputRows(x, work.row_of, _scale(experts, "gate_up"), x.shape[-1], format, work.num_rows)
+            rows = rows if problem.on_input else scaled(rows, lambda: (work.row_of >= 0).any(axis=1))
             if work.token_of_row is None:  # few tokens, all of which every block reads
                 return replace(rows, row_of=None, num_rows=x.shape[0])
             if problem.on_input:  # then inputs differ by expert
                 values = grouped.gather(problem, x, routing, work, lambda x, rows: x[rows])
-                return replace(rows, values=values, row_of=None)
+                return scaled(replace(rows, values=values, row_of=None), lambda: _used(work))
             return rows
 
         def both(work: Work) -> Float[Array, "P R H"]:
@@ -149,11 +159,17 @@ class MosaicSm90Fp8(LimitedBackend):
             if config.fuse_quantize:
                 out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
             else:
-                h = replace(h, values=products([gate_up.times(quantize(rows))]))
+                h = scaled(replace(h, values=products([gate_up.times(quantize(rows))])), lambda: _used(work))
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
         return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
+
+
+def _used(work: Work) -> Bool[Array, " R"]:
+    """Whether each row of the results belongs to an assignment."""
+    rows = jnp.where(work.row_of < 0, work.num_rows, work.row_of).reshape(-1)
+    return jnp.zeros(work.num_rows, bool).at[rows].set(True, mode="drop")
 
 
 def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
@@ -174,4 +190,4 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
     kind = elements.decoded, elements.exact, elements.coded, by_block, blocks_of_inputs and not elements.decoded
     weighted, num_cores = problem.weights_on == "input", environment.core_count or 1
-    return Shape(unit_bytes(format), *kind, *sizes, tiles, units, num_cores, weighted)
+    return Shape(unit_bytes(format), *kind, *sizes, tiles, units, num_cores, weighted, not inputs.by_token)

@@ -148,6 +148,8 @@ class Config(BaseConfig):
         if self.resident_rows and shape.num_tokens > self.warpgroups_m:
             rule = f"must be False for more tokens than `warpgroups_m` (={self.warpgroups_m}), here {shape.num_tokens}"
             raise ValueError(f"`resident_rows` (={self.resident_rows}) {rule}")
+        if self.fuse_quantize and shape.one_scale:
+            raise ValueError(f"`fuse_quantize` (={self.fuse_quantize}) must be False where all rows share a scale")
         # For a row of one unit Pallas makes TMA read that unit in place of the padding after it.
         if self.split_k > 1 and shape.units[1] == 1:
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
@@ -188,6 +190,7 @@ class Shape(NamedTuple):
         tiles, units: of 64 rows, and of 128 columns, of `gate_up` and `down`.
         num_cores: SMs.
         weighted: whether routing weights multiply inputs, which then differ by expert.
+        one_scale: whether all rows share a dynamic scale, which is known when all of them are there.
     """
 
     unit_bytes: int
@@ -203,6 +206,7 @@ class Shape(NamedTuple):
     units: tuple[int, int]
     num_cores: int
     weighted: bool
+    one_scale: bool = False
 
     @property
     def rows(self) -> float:
@@ -296,7 +300,7 @@ def heuristic(shape: Shape) -> Config:
 def _fused(shape: Shape, shallow: Config) -> Config:
     """`deepest`, with quantization fused if warpgroups have few rows to quantize, and with resident rows if these leave
     at least half of the stages."""
-    few = shape.rows_with_padding <= _MAX_FUSED_ROWS * shallow.num_warpgroups * shape.num_cores
+    few = not shape.one_scale and shape.rows_with_padding <= _MAX_FUSED_ROWS * shallow.num_warpgroups * shape.num_cores
     fuse_quantize = few and shallow.block_n <= _MAX_FUSED_BLOCK_N
     config = deepest(shape, replace(shallow, fuse_quantize=fuse_quantize))
     if fuse_quantize and shape.num_tokens <= shallow.warpgroups_m and not shape.weighted:
