@@ -31,7 +31,14 @@ from jmx.routing.leading import Tokens, check_routing, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
-from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
+from jmx.selection.problem import (
+    WEIGHTS_ON,
+    Problem,
+    check_by_token,
+    check_x,
+    resolve_input_format,
+    with_tokens,
+)
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_bool, check_instance, check_one_of, is_array
 from jmx.util.typing import AnyArray, Array, Bool, Float, Integer
@@ -243,6 +250,8 @@ def _divided(
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
+    if split.all_names:
+        check_by_token(one, settings.input_format)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)

@@ -206,6 +206,17 @@ def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
     return name
 
 
+def check_by_token(experts: Experts, wanted: str | None) -> None:
+    """Raises ValueError if inputs have one dynamic scale for all tokens, of which no device has all.
+
+    `wanted`: as of `resolve_input_format`.
+    """
+    name = resolve(experts.input_format, wanted, (None, *INPUT_FORMATS))
+    if name is not None and not INPUT_FORMATS[name].by_token:
+        known = [name for name, format in INPUT_FORMATS.items() if format.by_token]
+        raise ValueError(f"`input_format` (={name!r}) must be one of {known} where several devices run a call")
+
+
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
     """Logical shapes of one expert's two weights."""
     rows = problem.intermediate_size * (1 if problem.gate_up_order is None else 2)
