@@ -18,7 +18,7 @@ from jmx.experts import Experts, ShardedExperts, padding
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
-from jmx.lora.products import added_by
+from jmx.lora.products import AddedBy
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
@@ -308,12 +308,13 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel."""
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
-    if not routing_kernel.applies(logits.method, num_tokens, problem.num_experts, environment):
+    biased = logits.correction_bias is not None
+    if not routing_kernel.applies(logits.method, biased, num_tokens, problem.num_experts, environment):
         return route(logits, mask)
     backend = select(problem, environment, static.backend, registered_backends()).backend
     tiling = routing_kernel.tiling_of(backend, problem, environment)
-    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens)
-    return routing_kernel.route_and_group(logits.values, mask, call)
+    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens, biased)
+    return routing_kernel.route_and_group(logits, mask, call)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -396,7 +397,7 @@ def _by_products(
     if x.shape[0] == 0 or problem.top_k == 0:
         return jnp.zeros_like(x)
     assert isinstance(backend, ProductBackend)
-    added = () if adapters is None else (added_by(adapters.padded(experts)),)
+    added = () if adapters is None else (AddedBy(adapters.padded(experts)),)
     if experts.format.is_float and experts.padded_to is not None:
         # An activation whose value at 0 is not 0 would train them. All other padding has the gradient 0.
         down = padding.trained_columns(experts.intermediate_size, experts.down.values)
