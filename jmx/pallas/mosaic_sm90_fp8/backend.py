@@ -18,7 +18,6 @@ from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics import formats, input_formats
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
@@ -128,8 +127,7 @@ class MosaicSm90Fp8(LimitedBackend):
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        tiling = self.tiling(problem, environment)
-        return grouped.run(problem, x, routing, tiling, both, own_rows.combine_of(problem, x.dtype))
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
 
 
 def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
