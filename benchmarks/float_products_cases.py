@@ -66,12 +66,16 @@ Configurations = dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array
 
 def jmx(case: Case) -> Configurations:
     from jmx.pallas.float_sm90.blocks import Groups
-    from jmx.pallas.float_sm90.config import Launch, deepest, heuristic
+    from jmx.pallas.float_sm90.config import Launch, deepest
     from jmx.pallas.float_sm90.outer import outer
     from jmx.pallas.float_sm90.product import product
 
-    columns = case.outputs if case.which == "forward" else case.inputs
-    chosen = heuristic(columns)
+    cores = jax.devices()[0].core_count
+    if case.which == "dw":
+        chosen = Launch.of_groups(case.num_experts, case.outputs, case.inputs, BF16, cores).config
+    else:
+        columns = case.outputs if case.which == "forward" else case.inputs
+        chosen = Launch.of_rows(case.rows, case.num_experts, columns, BF16, cores).config
     configs = {"": chosen}
     if os.environ.get("CONFIGURATIONS"):  # those that the heuristic was chosen among
         configs |= {f"{n}x{m}": deepest(n, m) for n, m in ((256, 2), (192, 2), (192, 3), (128, 2))}
@@ -79,7 +83,7 @@ def jmx(case: Case) -> Configurations:
         configs = {name: config for name, config in configs.items() if name == "" or config != chosen}
 
     def run(config: Any, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-        its, groups = Launch(BF16, config, jax.devices()[0].core_count), Groups.of(sizes)
+        its, groups = Launch(BF16, config, cores), Groups.of(sizes)
         if case.which == "dw":
             return outer(left, right, groups, its)
         return product(left, right, groups, its, transposed=case.which == "dx")

@@ -207,7 +207,8 @@ def draw(profile: dict[str, Any], path: str) -> None:
     with style.settings():
         figure = Figure(figsize=(11, 8), layout="constrained", facecolor="white")
         whole, layers, shares = figure.subplots(3, 1, height_ratios=(0.8, 2.4, 3.2))
-        figure.suptitle("A decoding step of {model}, {rows} user after {prompt} tokens, {device}".format(**profile))
+        users = "1 user" if profile["rows"] == 1 else f"{profile['rows']} users"
+        figure.suptitle("A decoding step of {model}, {} after {prompt} tokens, {device}".format(users, **profile))
         for kernel, part in zip(step, parts, strict=True):
             whole.barh(0, kernel.end - kernel.start, 0.8, kernel.start, color=PARTS[part], linewidth=0, snap=False)
         title = "all {layers} layers and the logits: {kernels} kernels, {recorded_step_us:.0f} us"

@@ -5,21 +5,18 @@ layer, and on whole models.
     python benchmarks/training.py --json FILE
     python benchmarks/training.py --parts layer,lora --tokens 64
 
-Each system and model is measured in a process of its own. All of them compile at first, at the same time, into a cache
-of compiled programs; and once more from that cache, since a process keeps the memory in which XLA timed products to
-choose among them. Then one after the other checks its results and is timed. A process that prints nothing for a while
-is killed, and the reason is in the results. Parts: `layer` (training_layer.py; torch's products: peers/grouped_mm.py),
-`lora` (lora.py), `weights` (training_weights.py), `models` (training_model.py). A file of results has one entry for
-each run, to which a run is added.
+Each system and model is measured in a process of its own, one after the other: processes that compile at the same time
+take the card's memory for the products that XLA times to choose among them, and wait for each other's. A process that
+compiles for too long, or prints nothing for a while, is killed, and the reason is in the results. Parts: `weights`
+(training_weights.py), `lora` (lora.py), `layer` (training_layer.py; torch's products: peers/grouped_mm.py), `models`
+(training_model.py). A file of results has one entry for each run, to which a run is added as its results come.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,7 +30,7 @@ from jmx.util import atomic_files
 ROOT = pathlib.Path(__file__).resolve().parent
 SYSTEMS = ("mosaic", "mosaic+h", "grouped_mm", "tokamax", "ragged_dot_mgpu", "ragged_dot")
 OF_WEIGHTS = ("qat", "qat-bfloat16", "mosaic_float", "tokamax", "ragged_dot")
-PARTS = ("layer", "lora", "weights", "models")
+PARTS = ("weights", "lora", "layer", "models")
 SILENT = 60.0  # seconds without a line, after which a process that runs is killed
 
 # Adapters of all experts, by rank and dtype. Those of 16 in float32 would need 17 GB of matrices, gradients and Adam's
@@ -59,9 +56,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--weights-tokens", default="1024,8192", help="of that layer")
     parser.add_argument("--trained", type=json.loads, default=TRAINED, help="JSON, settings of training_model.py")
     parser.add_argument(
-        "--compiling", type=float, default=150, help="seconds, after which what still compiles is killed"
+        "--compiling", type=float, default=120, help="seconds, after which a process that still compiles is killed"
     )
-    parser.add_argument("--limit", type=float, default=400, help="seconds, after which what runs is killed")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for all; what runs then is killed")
     parser.add_argument("--json", type=pathlib.Path, help="a file for the results, or one that has those of other runs")
     arguments = parser.parse_args(argv)
     if unknown := {*arguments.parts.split(",")} - {*PARTS}:
@@ -69,6 +66,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.json is not None:
         atomic_files.check_new(arguments.json, REPORT, overwrite=True)
     return arguments
+
+
+# The rows of each part, and of "machine".
+Report = dict[str, list[dict[str, Any]]]
 
 
 def runs_in(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -86,19 +87,23 @@ def _fault(path: pathlib.Path) -> str | None:
 REPORT = atomic_files.Kind("a report of benchmarks/training.py", _fault)
 
 
-def workers_of(arguments: argparse.Namespace, cache: str) -> Iterator[tuple[str, Worker, int]]:
+def workers_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Worker, int]]:
     """The part, the process, and how many lines it prints; first the one that measures the machine.
 
-    `cache`: a directory for compiled programs.
+    A process is started when the iterator comes to it.
     """
-    variables = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
     def started(name: str, script: str, *rest: str) -> Worker:
-        return Worker(name, [sys.executable, str(ROOT / script), *rest], variables)
+        return Worker(name, [sys.executable, str(ROOT / script), *rest])
 
     parts, tokens = arguments.parts.split(","), [int(count) for count in arguments.tokens.split(",")]
     settings = {"model": arguments.model, "tokens": tokens, "layers": arguments.layers, "repeats": arguments.repeats}
     yield "machine", started("limits", "training_layer.py", "limits", json.dumps(settings)), 1
+    if "weights" in parts:
+        counts = [int(count) for count in arguments.weights_tokens.split(",")]
+        its = settings | {"model": arguments.weights_model, "tokens": counts}
+        for system in arguments.weights_systems.split(","):
+            yield "weights", started(system, "training_weights.py", system, json.dumps(its)), len(counts)
     if "lora" in parts:
         rest = (
             "--model",
@@ -118,11 +123,6 @@ def workers_of(arguments: argparse.Namespace, cache: str) -> Iterator[tuple[str,
             else:
                 worker = started(system, "training_layer.py", system, json.dumps(settings))
             yield "layer", worker, len(tokens)
-    if "weights" in parts:
-        counts = [int(count) for count in arguments.weights_tokens.split(",")]
-        its = settings | {"model": arguments.weights_model, "tokens": counts}
-        for system in arguments.weights_systems.split(","):
-            yield "weights", started(system, "training_weights.py", system, json.dumps(its)), len(counts)
     if "models" in parts:
         for its in arguments.trained:
             yield "models", started(f"{its['model']}, r = {its['rank']}", "training_model.py", json.dumps(its)), 1
@@ -150,19 +150,22 @@ def results(worker: Worker, lines: int, end: float) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The layer's times, us, and temporary memory, MB a call."""
-    lines = ["| tokens | system | forward | forward + backward | over forward | temporary, MB |", "|---" * 6 + "|"]
+    """A layer's times, us, and temporary memory, MB a call; with gradients of weights, the time without them, too."""
+    between = ["forward, dx"] if any("rows_us" in row for row in rows) else []
+    heads = ["tokens", "system", "forward", *between, "forward + backward", "over forward", "temporary, MB"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in sorted(rows, key=lambda row: row.get("tokens", 0)):
-        head = f"| {row.get('tokens', '-')} | {row['system']} |"
+        cells = [str(row.get("tokens", "-")), row["system"]]
         if "both_us" in row:
-            cells = f"{row['forward_us']:.0f} | {row['both_us']:.0f} | {row['over_forward']:.2f}"
-            lines.append(f"{head} {cells} | {row['both_temporary_bytes'] / 1e6:.0f} |")
+            times = [f"{row[name]:.0f}" for name in ("forward_us", "rows_us", "both_us") if name in row]
+            cells += [*times, f"{row['over_forward']:.2f}", f"{row['both_temporary_bytes'] / 1e6:.0f}"]
         else:
-            lines.append(f"{head} {row['error'][:120]} | | | |")
+            cells += [row["error"][:120], *[""] * (len(heads) - 3)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def others(report: dict[str, Any]) -> Iterator[str]:
+def others(report: Report) -> Iterator[str]:
     """Lines of the adapters' results."""
     for row in report["lora"]:
         for name, ratio in row.get("ratios", {}).items():
@@ -176,32 +179,26 @@ def others(report: dict[str, Any]) -> Iterator[str]:
         yield from (f"{row['system']}: {row['error']}" for row in report[part] if "error" in row)
 
 
-@contextlib.contextmanager
-def compiled(
-    arguments: argparse.Namespace, cache: str, end: float, log: Callable[[str], None]
-) -> Iterator[list[tuple[str, Worker, int]]]:
-    """The processes of `workers_of`, all of which have compiled or failed; in the end, none runs any more."""
-    workers = [*workers_of(arguments, cache)]
-    try:
-        for _, worker, _ in workers:
-            worker.wait_for_compiling(end)
-            log(f"{worker.name}: {worker.failure or 'compiled'}")
-        yield workers
-    finally:
-        for _, worker, _ in workers:
-            worker.end()
-
-
-def measured(
-    workers: Sequence[tuple[str, Worker, int]], end: float, log: Callable[[str], None]
-) -> dict[str, list[dict[str, Any]]]:
-    """The results of each part."""
-    report: dict[str, list[dict[str, Any]]] = {part: [] for part in ("machine", *PARTS)}
-    for part, worker, lines in workers:
+def measured(arguments: argparse.Namespace, log: Callable[[str], None], written: Callable[[Report], None]) -> Report:
+    """The results of each part. `written` takes those that there are after each process."""
+    report: Report = {part: [] for part in ("machine", *PARTS)}
+    end = time.monotonic() + arguments.limit
+    for part, worker, lines in workers_of(arguments):
+        worker.wait_for_compiling(min(time.monotonic() + arguments.compiling, end))
+        log(f"{worker.name}: {worker.failure or 'compiled'}")
         for row in results(worker, lines, end):
             report[part].append({"system": worker.name, **row})
             log(json.dumps(report[part][-1]))
+        written(report)
     return report
+
+
+def add_run(path: pathlib.Path, runs: Sequence[dict[str, Any]], settings: dict[str, Any], report: Report) -> None:
+    """Writes a file of `runs` and of the one with these settings and results."""
+    parts = {part: rows for part, rows in report.items() if part != "machine"}
+    text = json.dumps({"runs": [*runs, {**report["machine"][0], "settings": settings, **parts}]}, default=str, indent=1)
+    with atomic_files.new_path(path, REPORT, overwrite=True) as new:
+        new.write_text(text + "\n")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -212,19 +209,15 @@ def main(argv: Sequence[str]) -> int:
     def log(text: str) -> None:
         print(f"{time.monotonic() - start:.0f} s: {text}", file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory() as cache:
-        with compiled(arguments, cache, start + arguments.compiling, log):
-            pass
-        with compiled(arguments, cache, start + arguments.limit, log) as workers:
-            report = measured(workers, start + arguments.limit, log)
-    print(table(report["layer"]), "Weights are trained:", table(report["weights"]), *others(report), sep="\n")
-    machine = report.pop("machine")[0]
+    runs = runs_in(arguments.json) if arguments.json is not None and arguments.json.exists() else []
     settings = vars(arguments) | {"json": None}
-    if arguments.json is not None:
-        runs = runs_in(arguments.json) if arguments.json.exists() else []
-        text = json.dumps({"runs": [*runs, {**machine, "settings": settings, **report}]}, default=str, indent=1)
-        with atomic_files.new_path(arguments.json, REPORT, overwrite=True) as new:
-            new.write_text(text + "\n")
+
+    def written(report: Report) -> None:
+        if arguments.json is not None:
+            add_run(arguments.json, runs, settings, report)
+
+    report = measured(arguments, log, written)
+    print(table(report["layer"]), "Weights are trained:", table(report["weights"]), *others(report), sep="\n")
     mine = [row for part in ("layer", "weights") for row in report[part] if row["system"].startswith(("mosaic", "qat"))]
     mine += report["lora"] + report["models"]
     return int(any("error" in row for row in mine))

@@ -14,10 +14,10 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the systems' processes share the card
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes may share the card
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -194,9 +194,13 @@ def _arrays(shape: Shape, settings: Settings, num_tokens: int) -> Case:
 
 def expected(shape: Shape, case: Case, layers: list[Any]) -> Outcome:
     """The reference's results for the checked tokens, in float32. `layers`: experts in any layout."""
-    reference = System.of("xla", shape, CHECKED, Environment.probe())
     x, dy = (array[case.checked].astype(jnp.float32) for array in (case.x, case.dy))
-    return jax.jit(functions(reference)[1])(x, case.logits[:, case.checked], layers, dy)
+    return _reference(shape)(x, case.logits[:, case.checked], layers, dy)
+
+
+@cache  # compiled once for all token counts
+def _reference(shape: Shape) -> Callable[..., Outcome]:
+    return jax.jit(functions(System.of("xla", shape, CHECKED, Environment.probe()))[1])
 
 
 def errors(got: Outcome, wanted: Outcome, checked: np.ndarray) -> dict[str, float]:
@@ -217,15 +221,16 @@ def measure(shape: Shape, settings: Settings, num_tokens: int, program: Program)
     row["weight_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / settings.layers
     if not max(found.values()) < TOLERANCE:
         return row | {"error": "the result is wrong"}
-    return row | times(program.forward, program.both, arguments, case.dy, settings)
+    calls = {"forward": (program.forward, arguments), "both": (program.both, (*arguments, case.dy))}
+    return row | times(calls, settings)
 
 
-def times(forward: Any, both: Any, arguments: tuple[Any, ...], dy: jax.Array, settings: Settings) -> dict[str, Any]:
-    """Those of both compiled functions, in us a layer, and their temporary memory."""
+def times(calls: dict[str, tuple[Any, tuple[Any, ...]]], settings: Settings) -> dict[str, Any]:
+    """Those of compiled functions with their arguments, "forward", "both" and others, in us a layer, and their
+    temporary memory."""
     row: dict[str, Any] = {}
-    calls = {"forward": (forward, partial(forward, *arguments)), "both": (both, partial(both, *arguments, dy))}
-    for name, (compiled, call) in calls.items():
-        time, spread = seconds(call, settings.repeats)
+    for name, (compiled, arguments) in calls.items():
+        time, spread = seconds(partial(compiled, *arguments), settings.repeats)
         row |= {f"{name}_us": 1e6 * time / settings.layers, f"{name}_spread": spread}
         row[f"{name}_temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
     return row | {"over_forward": row["both_us"] / row["forward_us"]}

@@ -16,7 +16,7 @@ import time
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes compile meanwhile
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes may share the card
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 

@@ -2,11 +2,12 @@
 
     python benchmarks/training_weights.py SYSTEM '{"model": "gpt-oss-20b", "tokens": [1024, 8192]}'
 
-Lines are those of training_layer.py. Times are of the forward pass, and of forward and gradients of x, router logits
-and all weights. Systems: `qat`, master weights in float32 that each call rounds to MXFP4 and multiplies on `mosaic`;
-`qat-bfloat16`, the same in bfloat16; `mosaic_float` (or another backend), bfloat16 weights that are not rounded;
-`ragged_dot` and `tokamax`, the layer by grouped products of others on the same weights in bfloat16. Results of some
-tokens are checked against the reference in float32, and the gradients of one expert's weights against a dense layer.
+Lines are those of training_layer.py. Times are of the forward pass ("forward"), of it with gradients of x and router
+logits ("rows"), and of it with those of all weights, too ("both"). Systems: `qat`, master weights in float32 that each
+call rounds to MXFP4 and multiplies on `mosaic`; `qat-bfloat16`, the same in bfloat16; `mosaic_float` (or another
+backend), bfloat16 weights that are not rounded; `ragged_dot` and `tokamax`, the layer by grouped products of others on
+the same weights in bfloat16. Results of some tokens are checked against the reference in float32, and the gradients of
+one expert's weights against a dense layer.
 """
 
 import json
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the systems' processes share the card
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes may share the card
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -84,8 +85,8 @@ def tokamax_dot() -> Callable[..., jax.Array]:
     return lambda rows, weights, sizes: tokamax.ragged_dot(rows, weights, sizes, implementation="mosaic_gpu")
 
 
-def functions(system: Trained) -> tuple[Callable[..., jax.Array], Callable[..., tuple[Outcome, Any]]]:
-    """A layer as a residual block: forward, and with the gradients of x and logits (1, T, E), and of weights."""
+def functions(system: Trained) -> dict[str, Callable[..., Any]]:
+    """A layer as a residual block: forward, with the gradients of x and logits (1, T, E), and also of weights."""
 
     def forward(x: jax.Array, logits: jax.Array, weights: Any) -> jax.Array:
         return x + system.layer(x, logits[0], weights)
@@ -95,7 +96,11 @@ def functions(system: Trained) -> tuple[Callable[..., jax.Array], Callable[..., 
         dx, dlogits, dweights = vjp(dy)
         return Outcome(y, dx, dlogits), dweights
 
-    return forward, both
+    def rows(x: jax.Array, logits: jax.Array, weights: Any, dy: jax.Array) -> Outcome:
+        y, vjp = jax.vjp(lambda x, logits: forward(x, logits, weights), x, logits)
+        return Outcome(y, *vjp(dy))
+
+    return {"forward": forward, "rows": rows, "both": both}
 
 
 def expert_gradients(shape: Shape, case: Case, experts: jmx.Experts) -> tuple[jax.Array, jax.Array]:
@@ -120,24 +125,23 @@ def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -
         case = jax.eval_shape(lambda: draw(shape, settings, num_tokens)[:3])
         system = system_of(name, shape)
         weights = jax.eval_shape(lambda key: system.prepare(shape.experts(key)), jax.random.key(0))
-        x, logits, dy = case
-        forward, both = functions(system)
-        lowered = jax.jit(forward).lower(x, logits, weights), jax.jit(both).lower(x, logits, weights, dy)
-        return system, *(its.compile() for its in lowered)
+        given = (*case[:2], weights), (*case[:2], weights, case[2])
+        lowered = {name: jax.jit(its).lower(*given[name != "forward"]) for name, its in functions(system).items()}
+        return system, {name: its.compile() for name, its in lowered.items()}
     except Exception as error:  # whatever a library raises for what it does not support
         return described(error, 300)
 
 
 def measure(shape: Shape, settings: Settings, num_tokens: int, program: Any) -> dict[str, Any]:
     """Checks the results, and times both functions, in us."""
-    (system, forward, both), case = program, draw(shape, settings, num_tokens)
+    (system, compiled), case = program, draw(shape, settings, num_tokens)
     experts = shape.experts(jax.random.split(jax.random.key(1), settings.layers)[0])
     wanted = expected(shape, case, [experts])
     of_expert = jax.jit(partial(expert_gradients, shape))(case._replace(checked=jnp.zeros(0)), experts)
     weights = jax.block_until_ready(jax.jit(system.prepare)(experts))
     del experts
     arguments = case.x, case.logits, weights
-    outcome, dweights = both(*arguments, case.dy)
+    outcome, dweights = compiled["both"](*arguments, case.dy)
     found = errors(outcome, wanted, case.checked)
     for role, got, exact in zip(("dgate_up", "ddown"), system.of_expert(dweights), of_expert, strict=True):
         found[role] = bench.relative_error(got, exact)
@@ -146,7 +150,8 @@ def measure(shape: Shape, settings: Settings, num_tokens: int, program: Any) -> 
     row: dict[str, Any] = {"rel_err": found, "weight_bytes": nbytes}
     if not max(found.values()) < TOLERANCE:
         return row | {"error": "the result is wrong"}
-    return row | times(forward, both, arguments, case.dy, settings)
+    given = arguments, (*arguments, case.dy)
+    return row | times({name: (its, given[name != "forward"]) for name, its in compiled.items()}, settings)
 
 
 def main(name: str, text: str) -> None:

@@ -12,7 +12,7 @@ from sass import hazards, is_wgmma, parse
 
 import jmx
 from jmx.pallas.float_sm90.blocks import Groups
-from jmx.pallas.float_sm90.config import Config, Launch, heuristic
+from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.float_sm90.product import product
 from jmx.pallas.sm90.config import SHARED_MEMORY
@@ -42,23 +42,28 @@ def assert_sound(kernel: aot.Kernel, config: Config) -> None:
 @pytest.mark.parametrize(("num_experts", "outputs", "inputs"), SIZES)
 def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, outputs, inputs, dtype, capfd):
     rows, d = (jax.ShapeDtypeStruct((1000, size), dtype) for size in (inputs, outputs))
+    of_rows = partial(Launch.of_rows, 1000, num_experts, dtype=jnp.float32, num_cores=132)
+    launches = {
+        "float": of_rows(outputs),
+        "float_transposed": of_rows(inputs),
+        "float_outer": Launch.of_groups(num_experts, outputs, inputs, jnp.float32, 132),
+    }
     weights = jax.ShapeDtypeStruct((num_experts, outputs, inputs), dtype)
     sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
 
     def products(rows, d, weights, sizes):
-        groups, launch = Groups.of(sizes), partial(Launch.of, dtype=jnp.float32, num_cores=132)
-        forward = product(rows, weights, groups, launch(outputs), transposed=False)
-        transposed = product(d, weights, groups, launch(inputs), transposed=True)
-        return forward, transposed, outer(d, rows, groups, launch(inputs))
+        groups = Groups.of(sizes)
+        forward = product(rows, weights, groups, launches["float"], transposed=False)
+        transposed = product(d, weights, groups, launches["float_transposed"], transposed=True)
+        return forward, transposed, outer(d, rows, groups, launches["float_outer"])
 
     _, kernels = aot.kernels_for_h200(capfd, products, rows, d, weights, sizes)
     found = {}
     for kernel in kernels:
         found[re.findall(r"function '(float\w*?)_block_n", kernel.report)[0]] = kernel
     assert len(kernels) == len(found) == 3
-    columns = {"float": outputs, "float_transposed": inputs, "float_outer": inputs}
     for name, kernel in found.items():
-        assert_sound(kernel, heuristic(columns[name]))
+        assert_sound(kernel, launches[name].config)
 
 
 @pytest.mark.aot

@@ -10,6 +10,7 @@ from model_steps import relative_error
 
 from jmx.models.attention import functions
 from jmx.models.attention.functions import QUERIES, attend, flash_attention
+from jmx.models.attention.prompt_gradients import squares
 
 
 def plain_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: np.ndarray, window: int | None):
@@ -79,3 +80,15 @@ def test_gradients_of_the_kernel_are_those_of_the_plain_code(window, scale, dtyp
         assert got.dtype == array.dtype
         assert jnp.linalg.norm(wanted) > 0
         assert jnp.linalg.norm(got.astype(jnp.float32) - wanted) <= tolerance * jnp.linalg.norm(wanted) + 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300, 2000])
+@pytest.mark.parametrize("length", [128, 384, 512, 768, 1024])
+def test_squares_are_those_in_which_a_query_sees_a_key(length: int, window: int | None) -> None:
+    size, found = squares(length, window)
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < (length if window is None else window))
+    blocks = seen.reshape(length // size, size, length // size, size).any(axis=(1, 3))
+    assert {*map(tuple, found.tolist())} == {*zip(*(axis.tolist() for axis in np.nonzero(blocks)), strict=True)}
+    assert length % size == 0
+    assert size == (math.gcd(length, 1024) if window is None else math.gcd(length, 256))

@@ -98,7 +98,7 @@ def test_the_report_as_text() -> None:
     rows = [{"system": "tokamax", "tokens": 64, "error": "not installed"}, {"system": "mosaic", "tokens": 8, **timed}]
     assert training.table(rows).splitlines()[2:] == [
         "| 8 | mosaic | 500 | 1500 | 3.00 | 5 |",
-        "| 64 | tokamax | not installed | | | |",
+        "| 64 | tokamax | not installed |  |  |  |",
     ]
     step = {"tokens_per_s": 4096.0, "seconds": 1.0, "peak_bytes": 7e10, "trained_parameters": 5e8}
     report = {

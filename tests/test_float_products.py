@@ -10,7 +10,7 @@ from test_grouped_dot import SIZES, assert_close, exact
 
 from jmx import Environment
 from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
-from jmx.pallas.float_sm90.config import Config, Launch, deepest, heuristic
+from jmx.pallas.float_sm90.config import Config, Launch, blocks_of_rows, deepest
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.float_sm90.product import Schedule, product
 from jmx.pallas.sm90.config import SHARED_MEMORY
@@ -55,11 +55,32 @@ def test_a_schedule_has_each_tile_once(column_blocks, section, num_blocks):
 
 @pytest.mark.parametrize("columns", [64, 128, 192, 320, 768, 2048, 2880, 5760, 7168])
 def test_the_heuristic_fills_shared_memory_and_leaves_little_empty(columns):
-    config = heuristic(columns)
+    config = Launch.of_rows(4096, 32, columns, jnp.float32, 132).config
     assert config.num_stages * config.stage_bytes < SHARED_MEMORY
     assert config.num_stages >= 4
     padded = -(-columns // config.block_n) * config.block_n
     assert padded < columns + config.block_n
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "columns", "block_n"),
+    [
+        (65536, 128, 2048, 256),  # Qwen3-30B-A3B's down at 8192 tokens
+        (65536, 128, 768, 192),  # its transpose: 14 tiles of 128 x 256 for some CTAs would take more than 12
+        (32768, 32, 5760, 256),  # gpt-oss-20b's gate_up
+        (32768, 32, 2880, 192),
+        (1, 8, 2048, 256),
+    ],
+)
+def test_tiles_are_those_of_which_no_cta_takes_many(num_rows, num_groups, columns, block_n):
+    assert Launch.of_rows(num_rows, num_groups, columns, jnp.float32, 132).config.block_n == block_n
+
+
+def test_blocks_of_rows_are_those_of_random_routing(rng):
+    for mean, block_m in ((512, 128), (512, 192), (40, 64), (3, 128)):
+        sizes = rng.poisson(mean, 2000)
+        found = (-(-sizes // block_m)).sum()
+        assert blocks_of_rows(2000 * mean, 2000, block_m) == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize("change", [{"block_n": 96}, {"block_n": 320}, {"num_stages": 0}, {"num_stages": 5}])

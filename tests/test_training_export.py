@@ -1,6 +1,7 @@
 """Models with master weights: reading, training, and the checkpoints that `jmx.training.export` writes."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from flax import nnx
 import jmx
 import jmx.models
 from jmx import training
+from jmx.checkpoint import shards
 from jmx.models import GptOss, load
 from jmx.training import QAT
+from tests.float_checkpoints import float_gpt_oss
 from tests.test_models_families import GOLDEN, NEW, assert_same
 
 TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
@@ -28,7 +31,7 @@ def config_of(**changes: Any) -> Any:
     )
 
 
-def model_of(rng: np.random.Generator, format: str = "mxfp4", qat: QAT | None = QAT(), **options: Any) -> GptOss:  # noqa: B008
+def model_of(rng: np.random.Generator, format: str | None = "mxfp4", qat: QAT | None = QAT(), **options: Any) -> GptOss:  # noqa: B008
     model = GptOss(config_of(), format=format, qat=qat, **options, rngs=nnx.Rngs(int(rng.integers(2**31))))
     for _, variable in nnx.iter_graph(model):  # biases and norms, too, are random
         if isinstance(variable, nnx.Param) and variable.get_value().ndim < 3:
@@ -103,6 +106,48 @@ def test_scale_rules_and_other_forms_of_gpt_oss(rng, tmp_path):
         assert sorted(np.ravel(its).tolist()) == sorted(np.ravel(wanted).tolist())  # rows may be in another order
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("format", "qat", "dtype"),
+    [
+        (None, None, "bfloat16"),
+        ("float32", None, "bfloat16"),  # each call rounds them, and so does reading
+        ("float16", None, "float32"),
+        ("bfloat16", QAT(), "bfloat16"),
+    ],
+)
+def test_float_experts_are_read_again_with_the_same_outputs(format, qat, dtype, rng, tmp_path):
+    model = model_of(rng, format, qat, dtype=jnp.dtype(dtype))
+    training.export(tmp_path / "out", model)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    found = load(tmp_path / "out", dtype=dtype)
+    tokens = jnp.asarray(rng.integers(0, 96, (2, 9)), jnp.int32)
+    np.testing.assert_array_equal(logits_of(found, tokens), logits_of(model, tokens))
+    training.export(tmp_path / "again", found)
+    assert_same(load(tmp_path / "again", dtype=dtype), found)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", NEW)
+def test_exported_floats_are_the_tensors_that_were_read(name, tmp_path):
+    model = load(GOLDEN / name, dtype="float32")
+    training.export(tmp_path / "out", model, like=GOLDEN / name)
+    wanted, found = (shards.read_headers(path) for path in (GOLDEN / name, tmp_path / "out"))
+    assert {*found} == {*wanted}
+    for tensor in wanted:
+        np.testing.assert_array_equal(found[tensor].view().astype(np.float32), wanted[tensor].view().astype(np.float32))
+
+
+@pytest.mark.costly
+def test_exported_floats_of_gpt_oss_have_the_form_before_quantization(tmp_path):
+    path, wanted = float_gpt_oss(tmp_path / "floats", num_layers=1)
+    training.export(tmp_path / "out", load(path), like=path)
+    found = shards.read_headers(tmp_path / "out")
+    assert {*found} == {*wanted}
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name].view().astype(np.float32), array.astype(np.float32))
+
+
 def test_models_keep_master_weights_in_orbax(rng, tmp_path):
     model = model_of(rng, qat=QAT("clipped", dtype=jnp.bfloat16))
     jmx.models.save(tmp_path / "saved", model)
@@ -122,7 +167,10 @@ def test_what_no_file_can_hold_is_refused_before_anything_is_written(rng, tmp_pa
     before = [*tmp_path.iterdir()]
     refused(FileExistsError, "there", path=tmp_path / "there")
     refused(FileNotFoundError, "no", path=tmp_path / "no" / "out")
-    refused(ValueError, "`format` \\(='bfloat16'\\)", GptOss(config_of(), rngs=nnx.Rngs(0)))
+    floats = GptOss(config_of(), rngs=nnx.Rngs(0))
+    bias = floats.layers[0].moe.gate_up_bias
+    bias.set_value(bias.get_value().astype(jnp.float32))
+    refused(ValueError, r"experts.gate_up_bias` \(float32\) must have the model's dtype, bfloat16", floats)
     refused(ValueError, "`like`", like=TINY)  # has more layers
     refused(ValueError, "must be BF16", model_of(rng, dtype=jnp.float32))
     down = model.layers[0].moe.down

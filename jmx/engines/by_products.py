@@ -1,13 +1,13 @@
 """The layer as two products that are computed one by one, and between them everything else.
 
-Of experts with adapters, which add to the products, and of float experts, whose weights may be trained. All but the
+Of experts with adapters, which add to both, and of float experts, whose weights may be trained. All but the
 products is plain jnp, of which jax takes derivatives; the outputs of the first product are written and read before the
 activation.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,35 @@ from jmx.routing import Routing
 from jmx.selection.backend import ExpertProduct, ProductBackend, TransposedProduct, WeightProduct
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Float32, Int32
+from jmx.util.typing import Array, Float, Float32
 
-# What is added to a product, by its name in `jmx.lora.adapters.TARGETS`: takes also blocks of rows, the expert of each,
-# and the dtype of the result. None: nothing.
-Added = Callable[[str, Float[Array, "n M K"], Int32[Array, " n"], Any], Float[Array, "n M N"] | None]
+
+class Inputs(NamedTuple):
+    """Those of the first product.
+
+    Args:
+        tokens: x, of which `rows_of` are copies; None if they are products with routing weights.
+        of_rows: rows that the experts' weights are multiplied with.
+        rows: where each is.
+    """
+
+    tokens: Float[Array, "T H"] | None
+    of_rows: Float[Array, "R H"]
+    rows: Rows
+
+
+class Added(Protocol):
+    """What adapters add to both products; `dtype` is that of the products' inputs."""
+
+    def to_outputs(self, target: str, inputs: Inputs, dtype: Any) -> Float[Array, "n M N"] | None:
+        """To those of the first product: for `gate_up`, `gate` and `up`, see `jmx.lora.adapters.TARGETS`."""
+        ...
+
+    def to_result(
+        self, a: Float[Array, "n M I"], rows: Rows, weights: Float32[Array, "R 1"] | None, dtype: Any
+    ) -> Float32[Array, "T H"] | None:
+        """To the layer's result. `weights`: of the second product's outputs, or None for ones."""
+        ...
 
 
 class Reference(TransposedProduct, WeightProduct, Protocol):
@@ -51,7 +75,7 @@ def forward(
     routing: Routing,
     experts: Experts,
     engine: Engine,
-    added: Added = lambda *_: None,
+    added: Added | None = None,
 ) -> Float[Array, "T H"]:
     """The layer, y (T, H) of x's dtype.
 
@@ -60,9 +84,9 @@ def forward(
     """
     rows = Rows.of(routing.expert_ids, problem.num_experts)
     weights = rows.weights(routing.weights)[:, None]
-    inputs = dispatch(x, rows)
+    inputs = Inputs(x, dispatch(x, rows), rows)
     if problem.on_input:
-        inputs = (inputs * weights).astype(x.dtype)
+        inputs = Inputs(None, (inputs.of_rows * weights).astype(x.dtype), rows)
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
 
     order = experts.gate_up_order
@@ -73,9 +97,6 @@ def forward(
     def bias_of(role: str) -> Float32[Array, "n 1 N"] | None:
         bias = experts.take_bias(role, rows.expert_of_block)
         return None if bias is None else bias[:, None].astype(jnp.float32)
-
-    def more_of(target: str, blocks: Float[Array, "n M K"]) -> Float[Array, "n M N"] | None:
-        return added(target, blocks, rows.expert_of_block, dtype)
 
     @jax.checkpoint  # else the backward pass would save several float32 arrays of the size of h
     def activated(h: Float[Array, "n M W"], *more: Any) -> Float[Array, "n M I"]:
@@ -91,18 +112,21 @@ def forward(
         return problem.activation(*parts, *ids).astype(dtype)
 
     with jax.named_scope("gate_up"):
-        h = rows.blocked(engine.product("gate_up", inputs, rows.sorted, dtype))
-        more = (more_of(target, rows.blocked(inputs)) for target in ("gate_up", "gate", "up"))
+        h = rows.blocked(engine.product("gate_up", inputs.of_rows, rows.sorted, dtype))
+        targets = ("gate_up", "gate", "up")
+        more = (None if added is None else added.to_outputs(target, inputs, dtype) for target in targets)
         a = activated(h, bias_of("gate_up"), *more)
     with jax.named_scope("down"):
         out = engine.product("down", a.reshape(-1, a.shape[-1]), rows.sorted, jnp.float32)
         (out,) = engine.outputs("down", rows.blocked(out))
-        for each in (bias_of("down"), more_of("down", a)):
-            if each is not None:
-                out += each
+        bias = bias_of("down")
+        if bias is not None:
+            out += bias
     with jax.named_scope("combine"):
         flat: Float32[Array, "R H"] = out.reshape(-1, out.shape[-1])
-        return combine(flat if problem.on_input else flat * weights, rows).astype(x.dtype)
+        y = combine(flat if problem.on_input else flat * weights, rows)
+        more = None if added is None else added.to_result(a, rows, None if problem.on_input else weights, dtype)
+        return (y if more is None else y + more).astype(x.dtype)
 
 
 def engine_of(

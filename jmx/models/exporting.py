@@ -26,14 +26,13 @@ from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.quantizing.output_forms import check_columns, check_writable, storage_of
 from jmx.checkpoint.shards import DTYPES, Output
 from jmx.experts import ROLES
-from jmx.models.config import Config
 from jmx.models.decoder import Model
 from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.family import Family
 from jmx.models.layers import Place, places
 from jmx.models.sources.protocol import in_layer
 from jmx.numerics.formats import BlockScaled, Format
-from jmx.numerics.gate_up import split_gate_up
+from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_instance, check_path
 
@@ -54,9 +53,11 @@ def export(
 ) -> None:
     """Writes a model as a checkpoint in the Hugging Face form, which `load` reads as a model of the same outputs.
 
-    Master weights are rounded as each call rounds them; other experts have to be quantized. With MXFP4 gpt-oss has the
-    published form; all others are written as compressed-tensors. What is outside experts keeps its dtype. The outputs
-    are the same bits on one backend, except in NVFP4, of whose global scales these files hold the reciprocals, rounded.
+    Master weights are rounded as each call rounds them. With MXFP4 gpt-oss has the published form; other quantized
+    experts are written as compressed-tensors; experts in floats as transformers has them, without any quantization, in
+    the dtype of their weights. What is outside experts keeps its dtype. The outputs are the same bits on one backend,
+    if `load` gets the dtype of this model, except in NVFP4, of whose global scales these files hold the reciprocals,
+    rounded.
 
     Args:
         path: must not exist. It appears when it is complete; a failure leaves nothing behind.
@@ -69,9 +70,10 @@ def export(
     Raises:
         FileExistsError, FileNotFoundError: `path` exists, or the directory that should hold it does not.
         CheckpointError: `like` is wrong or broken.
-        TypeError: experts that are floats, or in shards.
+        TypeError: experts in shards.
         ValueError: experts with adapters, padding or an input format; formats or dtypes that no file of this form
-            holds; NaN or infinite weights; no `like` for a family that needs it, or one of another config.
+            holds, as of biases beside float experts that `load` would round; NaN or infinite weights; no `like` for a
+            family that needs it, or one of another config.
     """
     check_path("path", path)
     check_instance("model", model, Model, "a model of jmx.models")
@@ -80,10 +82,12 @@ def export(
     family, layers = family_with(model.config), {}
     for number, name in family.experts(model.config).items():
         layers[name] = _checked(f"model.layers[{number}].moe", model.layers[number].moe)
-    form = _form_of(family, model.config, next(iter(layers.values())))
+    form = _form_of(family, model, next(iter(layers.values())))
     config = _config_entries(model, family, like)
     outputs = [*_dense_outputs(model, family)]
-    config["quantization_config"] = form.config([output.name for output in outputs if len(output.shape) == 2])
+    quantization = form.config([output.name for output in outputs if len(output.shape) == 2])
+    if quantization is not None:
+        config["quantization_config"] = quantization
     for name, moe in layers.items():
         outputs += form.outputs(name, moe)
     form.check(outputs)
@@ -181,8 +185,8 @@ def _part(place: Place, rows: list[int], index: int) -> Iterator[np.ndarray]:
 class _Form(Protocol):
     """How files hold the experts of all layers."""
 
-    def config(self, linear: list[str]) -> Mapping[str, Any]:
-        """`quantization_config`; `linear`: names of the tensors of other matrices."""
+    def config(self, linear: list[str]) -> Mapping[str, Any] | None:
+        """`quantization_config`, if there is one; `linear`: names of the tensors of other matrices."""
         ...
 
     def outputs(self, name: str, moe: jmx.nnx.MoE) -> Iterator[Output]:
@@ -194,10 +198,12 @@ class _Form(Protocol):
         ...
 
 
-def _form_of(family: Family, config: Config, moe: jmx.nnx.MoE) -> _Form:
+def _form_of(family: Family, model: Model, moe: jmx.nnx.MoE) -> _Form:
     format = _abstract(moe).format
+    if format.is_float:
+        return _Floats(format, jnp.dtype(model.dtype), fused=family.name == "gpt_oss")
     if family.name == "gpt_oss" and format == jmx.MXFP4:
-        return _Blocks({name: family.file_name(name) for name in family.shapes(config)})
+        return _Blocks({name: family.file_name(name) for name in family.shapes(model.config)})
     check_writable(format)
     return _Apart(format)
 
@@ -271,18 +277,13 @@ class _Apart:
 
     def outputs(self, name: str, moe: jmx.nnx.MoE) -> Iterator[Output]:
         experts = _abstract(moe)
-        if experts.format != self._format:
-            raise ValueError(f"`{name}` (in {experts.format.name}) must be in {self._format.name}, as other layers are")
-        spelling = _SPELLINGS[".block_sparse_moe." in name]
+        _check_format(name, experts, self._format)
         for columns in (experts.hidden_size, experts.intermediate_size):
             check_columns(self._format, columns)
-        for number in range(experts.num_experts):
-            for role in ROLES:
-                for part in ("gate", "up") if role == "gate_up" and experts.gated else (role.replace("gate_", ""),):
-                    made = partial(self._tensors, moe, number, role, part)
-                    module = f"{name}.{number}.{spelling[part]}"
-                    for last, like in self._expected(experts, role, part).items():
-                        yield Output(f"{module}.{last}", _NAMES[like.dtype], like.shape, partial(_taken, made, last))
+        for module, number, role, part in _projections(name, experts):
+            made = partial(self._tensors, moe, number, role, part)
+            for last, like in self._expected(experts, role, part).items():
+                yield Output(f"{module}.{last}", _NAMES[like.dtype], like.shape, partial(_taken, made, last))
 
     def _expected(self, experts: jmx.Experts, role: str, part: str) -> dict[str, np.ndarray]:
         """Tensors of the shapes and dtypes of one matrix, made of ones."""
@@ -296,9 +297,7 @@ class _Apart:
     def _written(
         self, arrays: Mapping[str, np.ndarray], experts: jmx.Experts, role: str, part: str
     ) -> dict[str, np.ndarray]:
-        if part in ("gate", "up") and experts.gated:
-            halves = {n: split_gate_up(array.T, experts.gate_up_order) for n, array in arrays.items()}
-            arrays = {n: np.ascontiguousarray(both[part == "up"].T) for n, both in halves.items()}
+        arrays = {n: _part_of_expert(array, experts, part) for n, array in arrays.items()}
         weight = BlockScaled(*(arrays.get(f"{role}_{field}") for field in BlockScaled._fields))
         found = module_tensors(self._scheme, weight, {})
         bias = arrays.get(f"{role}_bias")
@@ -312,3 +311,80 @@ class _Apart:
 
 def _taken(make: Callable[[], dict[str, np.ndarray]], name: str) -> Iterator[np.ndarray]:
     yield make()[name]
+
+
+class _Floats:
+    """Experts that are not quantized: those of gpt-oss in one tensor of each weight, transposed, with gate and up
+    interleaved; others in a tensor of every projection of every expert.
+
+    Args:
+        format: of the weights.
+        dtype: of the model.
+        fused: whether they are those of gpt-oss.
+    """
+
+    def __init__(self, format: Format, dtype: np.dtype[Any], *, fused: bool):
+        self._latest, self._format, self._dtype, self._fused = _Latest(), format, dtype, fused
+
+    def config(self, linear: list[str]) -> None:
+        del linear
+
+    def outputs(self, name: str, moe: jmx.nnx.MoE) -> Iterator[Output]:
+        experts = _abstract(moe)
+        _check_format(name, experts, self._format)
+        for array, its in experts.arrays().items():
+            if array.endswith("_bias") and its.dtype != self._dtype:
+                rule = f"must have the model's dtype, {self._dtype}, to which reading would round them"
+                raise ValueError(f"`{name}.{array}` ({its.dtype}) {rule}")
+        yield from self._fused_outputs(name, moe, experts) if self._fused else self._outputs_apart(name, moe, experts)
+
+    def _fused_outputs(self, name: str, moe: jmx.nnx.MoE, experts: jmx.Experts) -> Iterator[Output]:
+        for array, its in experts.arrays().items():
+            role = array.removesuffix("_values").removesuffix("_bias")
+            shape = its.shape if array.endswith("_bias") else (its.shape[0], its.shape[2], its.shape[1])
+            parts = partial(self._experts, moe, experts, array)
+            yield Output(f"{name}.{role}_proj{'_bias' * array.endswith('_bias')}", _NAMES[its.dtype], shape, parts)
+
+    def _experts(self, moe: jmx.nnx.MoE, experts: jmx.Experts, array: str) -> Iterator[np.ndarray]:
+        for one in self._latest.arrays(moe)[array]:
+            rows = one.T  # outputs are the last axis
+            if array.startswith("gate_up"):
+                rows = np.asarray(join_gate_up(*split_gate_up(rows, experts.gate_up_order), "interleaved"))
+            yield np.ascontiguousarray(rows)
+
+    def _outputs_apart(self, name: str, moe: jmx.nnx.MoE, experts: jmx.Experts) -> Iterator[Output]:
+        for module, number, role, part in _projections(name, experts):
+            for array, its in experts.arrays().items():
+                if array.startswith(role):
+                    last = "bias" if array.endswith("_bias") else "weight"
+                    rows = its.shape[1] // (1 if part == "down" or not experts.gated else 2)
+                    parts = partial(self._one, moe, experts, number, part, array)
+                    yield Output(f"{module}.{last}", _NAMES[its.dtype], (rows, *its.shape[2:]), parts)
+
+    def _one(self, moe: jmx.nnx.MoE, experts: jmx.Experts, number: int, part: str, array: str) -> Iterator[np.ndarray]:
+        yield _part_of_expert(self._latest.arrays(moe)[array][number], experts, part)
+
+    def check(self, outputs: list[Output]) -> None:
+        del outputs  # all dtypes are read
+
+
+def _check_format(name: str, experts: jmx.Experts, format: Format) -> None:
+    if experts.format != format:
+        raise ValueError(f"`{name}` (in {experts.format.name}) must be in {format.name}, as other layers are")
+
+
+def _projections(name: str, experts: jmx.Experts) -> Iterator[tuple[str, int, str, str]]:
+    """Of every projection of every expert of the module `name`: its own name, the expert, its weight, and its part of
+    that: "gate", "up" or "down"."""
+    spelling = _SPELLINGS[".block_sparse_moe." in name]
+    for number in range(experts.num_experts):
+        for role in ROLES:
+            for part in ("gate", "up") if role == "gate_up" and experts.gated else (role.replace("gate_", ""),):
+                yield f"{name}.{number}.{spelling[part]}", number, role, part
+
+
+def _part_of_expert(array: np.ndarray, experts: jmx.Experts, part: str) -> np.ndarray:
+    """The rows of gate or up, or all rows of another weight or of one without a gate."""
+    if part == "down" or not experts.gated:
+        return array
+    return np.ascontiguousarray(split_gate_up(array.T, experts.gate_up_order)[part == "up"].T)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmx
+from jmx.models.attention import prompt_gradients
 from jmx.models.attention.choice import Case, choose
 from jmx.pallas.attention import decode, latent_decode, prefill
 from jmx.util.typing import Array
@@ -102,32 +103,14 @@ def flash_attention(
 def _flash_forward(
     query: Array, keys: Array, values: Array, sinks: Array, window: int | None, scale: float | None
 ) -> tuple[Array, Any]:
-    return flash_attention(query, keys, values, sinks, window, scale), (query, keys, values, sinks)
+    out = flash_attention(query, keys, values, sinks, window, scale)
+    return out, (query, keys, values, sinks, out)
 
 
 def _flash_backward(window: int | None, scale: float | None, residuals: Any, dout: Array) -> tuple[Array, ...]:
-    """One row and one block of its queries at a time, whose scores are computed again; sums over blocks in float32."""
-    query, keys, values, sinks = residuals
+    query, keys, values, sinks, out = residuals
     factor = query.shape[3] ** -0.5 if scale is None else scale
-
-    def of_row(row: tuple[Array, ...]) -> tuple[Array, ...]:
-        query, keys, values, dout = (array[None] for array in row)
-        cached = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-
-        def of_block(sums: list[Array], first: Array) -> tuple[list[Array], Array]:
-            def attended(query: Array, keys: Array, values: Array, sinks: Array) -> Array:
-                return _attend_block(query, keys, values, sinks, first[None], window, factor)
-
-            cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=QUERIES, axis=1)
-            dquery, *others = jax.vjp(attended, cut(query), *cached, sinks)[1](cut(dout))
-            return [total + other.astype(jnp.float32) for total, other in zip(sums, others, strict=True)], dquery[0]
-
-        zeros = [jnp.zeros(array.shape, jnp.float32) for array in (*cached, sinks)]
-        (dkeys, dvalues, dsinks), dquery = lax.scan(of_block, zeros, jnp.arange(0, query.shape[1], QUERIES))
-        return dquery.reshape(query.shape[1:]), dkeys[0].swapaxes(0, 1), dvalues[0].swapaxes(0, 1), dsinks
-
-    dquery, dkeys, dvalues, dsinks = lax.map(of_row, (query, keys, values, dout))
-    return dquery, dkeys.astype(keys.dtype), dvalues.astype(values.dtype), dsinks.sum(0)
+    return prompt_gradients.gradients(query, keys, values, sinks, out, dout, window, factor)
 
 
 flash_attention.defvjp(_flash_forward, _flash_backward)

@@ -71,7 +71,8 @@ class MosaicFloat(LimitedBackend):
         its = jnp.dtype(product.problem.dtype)
         groups = Groups.at(product.sorted.starts, product.sorted.sizes)
         found = getattr(product.experts, product.role).values.dtype
-        launch = Launch.of(rows.shape[1], found, product.environment.core_count or 1)
+        sizes = groups.starts.size, dresult.shape[1], rows.shape[1]
+        launch = Launch.of_groups(*sizes, found, product.environment.core_count or 1)
         return outer(dresult.astype(its), rows.astype(its), groups, launch)
 
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead N"]) -> tuple[Float[Array, "..."], ...]:
@@ -93,5 +94,6 @@ def _product(product: ExpertProduct, rows: Float[Array, "R C"], dtype: Any, *, t
     elif experts.index is not None:
         weights = weights[experts.index]  # else those of all layers would be rounded
     groups = Groups.at(product.sorted.starts, product.sorted.sizes)
-    launch = Launch.of(weights.shape[2 if transposed else 1], dtype, product.environment.core_count or 1)
+    sizes = len(rows), groups.starts.size, weights.shape[2 if transposed else 1]
+    launch = Launch.of_rows(*sizes, dtype, product.environment.core_count or 1)
     return multiply(rows.astype(its), weights.astype(its), groups, launch, transposed=transposed, first=first)

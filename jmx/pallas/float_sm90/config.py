@@ -1,6 +1,9 @@
 """Sizes of the tiles of both kernels, and how they are chosen."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from math import ceil, erfc, sqrt
 from typing import Any, NamedTuple
 
 from jmx.pallas.sm90.config import SHARED_MEMORY, BaseConfig, check_stages
@@ -51,13 +54,32 @@ def deepest(block_n: int, warpgroups_m: int, section: int = 8) -> Config:
     return Config(block_n, warpgroups_m, min(_MAX_STAGES, (SHARED_MEMORY - _BARRIER_BYTES) // one.stage_bytes), section)
 
 
-def heuristic(columns: int) -> Config:
-    """The configuration for a result of so many columns, a multiple of 64: 128 x 256, or 192 x 192 where that leaves
-    less of the last tile empty."""
+def heuristic(columns: int, num_blocks: Callable[[int], float], num_cores: int) -> Config:
+    """The configuration for a result of so many columns, a multiple of 64: 128 x 256, or 192 x 192 where that takes
+    less.
+
+    All CTAs take as many tiles as the one that has most, and a tile takes as long as it is large.
+
+    Args:
+        num_blocks: rows of a tile -> the blocks of rows that the result has.
+        num_cores: SMs.
+    """
     if columns <= 3 * TILE:
         return deepest(columns, 2)
-    wide, narrow = (-(-columns // n) * n for n in (256, 192))
-    return deepest(192, 3) if 1.04 * narrow < wide else deepest(256, 2)
+
+    def cost(config: Config) -> float:
+        tiles = num_blocks(config.block_m) * -(-columns // config.block_n)
+        return ceil(tiles / num_cores) * config.block_m * config.block_n
+
+    wide, narrow = deepest(256, 2), deepest(192, 3)
+    return narrow if cost(narrow) < cost(wide) else wide
+
+
+def blocks_of_rows(num_rows: int, num_groups: int, block_m: int) -> float:
+    """Of how many blocks rows consist, on average, of groups that random routing fills."""
+    mean = num_rows / num_groups
+    ends = range(0, ceil(mean + 4 * sqrt(mean)), block_m)
+    return num_groups * sum(erfc((end - mean) / sqrt(2 * mean)) / 2 for end in ends)
 
 
 class Launch(NamedTuple):
@@ -74,6 +96,11 @@ class Launch(NamedTuple):
     num_cores: int
 
     @classmethod
-    def of(cls, columns: int, dtype: Any, num_cores: int) -> "Launch":
-        """With the configuration that is chosen for `columns` of the result."""
-        return cls(dtype, heuristic(columns), num_cores)
+    def of_rows(cls, num_rows: int, num_groups: int, columns: int, dtype: Any, num_cores: int) -> "Launch":
+        """For a product with the result (`num_rows`, `columns`)."""
+        return cls(dtype, heuristic(columns, partial(blocks_of_rows, num_rows, num_groups), num_cores), num_cores)
+
+    @classmethod
+    def of_groups(cls, num_groups: int, rows: int, columns: int, dtype: Any, num_cores: int) -> "Launch":
+        """For a result (`rows`, `columns`) of each group."""
+        return cls(dtype, heuristic(columns, lambda block_m: num_groups * -(-rows // block_m), num_cores), num_cores)

@@ -44,4 +44,5 @@ def of_weight(
     sorted = grouping.sort_rows(routing.expert_ids, problem.num_experts, ROW_ALIGNMENT)
     groups = Groups.at(sorted.starts, sorted.sizes)
     d, rows = d.astype(jnp.bfloat16), rows.astype(jnp.bfloat16)
-    return outer(d, rows, groups, Launch.of(rows.shape[1], jnp.float32, num_cores))
+    sizes = groups.starts.size, d.shape[1], rows.shape[1]
+    return outer(d, rows, groups, Launch.of_groups(*sizes, jnp.float32, num_cores))

@@ -20,6 +20,7 @@ from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.tensor_scales import scale_of_rows
+from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
@@ -163,7 +164,8 @@ class MosaicSm90Fp8(LimitedBackend):
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, both, own_rows.combine_of(problem, x.dtype))
 
 
 def _used(work: Work) -> Bool[Array, " R"]:
@@ -184,7 +186,7 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
     assert elements is not None
     blocks_of_inputs = isinstance(inputs.block_size, int)
     by_block = blocks_of_inputs or elements.by_block
-    sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+    sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
