@@ -81,8 +81,8 @@ CASES = {
     "mosaic-up_first-16": Case(16, SMALL, gate_up_order="concatenated_up_first"),
     "mosaic-mxfp8-8192": Case(8192, GPT_OSS_20B, "mxfp4", "mxfp8"),
     "mosaic-nvfp4-nvfp4-64": Case(64, SMALL, "nvfp4", "nvfp4"),
-    "mosaic-int4_g128-int8_token-1": Case(1, SMALL, "int4_g128", "int8_token"),
-    "mosaic-int8_channel-int8_token-8192": Case(8192, SMALL, "int8_channel", "int8_token"),
+    "mosaic-int4_g64-int8_token-1": Case(1, SMALL, "int4_g64", "int8_token"),
+    "mosaic-int8_channel_asym-int8_token-8192": Case(8192, SMALL, "int8_channel_asym", "int8_token"),
     "mosaic-no_gate-16": Case(16, SMALL, gate_up_order=None),
     "mosaic-input_weights-16": Case(16, SMALL, weights_on="input"),
     "mosaic_fp8-mxfp4-1": Case(1, GPT_OSS_20B, "mxfp4", "fp8_token"),  # fuse_quantize, resident_rows
@@ -96,6 +96,10 @@ CASES = {
     "mosaic_fp8-fp8_channel-static-4": Case(4, GPT_OSS_20B, "fp8_channel", "fp8_static"),
     "mosaic_fp8-fp8_channel-token-64": Case(64, SMALL, "fp8_channel", "fp8_token", Fp8Config(16, 1, 2, 4, 2, 3)),
     "mosaic_fp8-fp8_channel-block-2048": Case(2048, (8, 2, 768, 896), "fp8_channel", "fp8_block"),
+    "mosaic_fp8-int4_g128-int8-16": Case(16, SMALL, "int4_g128", "int8_token"),
+    "mosaic_fp8-int4_channel-int8-2048": Case(2048, (8, 2, 512, 640), "int4_channel", "int8_token"),  # int32 own sums
+    "mosaic_fp8-int4_channel-token-2048": Case(2048, (8, 2, 512, 640), "int4_channel", "fp8_token"),
+    "mosaic_fp8-int8_g128-int8-2048": Case(2048, (8, 2, 512, 640), "int8_g128", "int8_token"),
     "mosaic_fp8-fp8_tensor-concatenated-300": Case(
         300, QWEN, "fp8_tensor", "fp8_token", gate_up_order="concatenated", weights_on="input"
     ),

@@ -76,7 +76,7 @@ def load_compressed(directory: Path, packages: Packages) -> Loaded:
         scales = {role: its for role in layer.modules if (its := layer.static_scales(role)) is not None}
         for expert in range(layer.num_experts):
             found[f"{name}.{expert}."] = [
-                (layer.format.name, bytes_of(expert, arrays)),
+                (f"{layer.format.name} {layer.scheme.storage}", bytes_of(expert, arrays)),
                 (str(layer.scheme.inputs), bytes_of(expert, scales)),
             ]
         for module in (module for its in layer.modules.values() for parts in its for module in parts):
@@ -234,7 +234,8 @@ def check(name: str, number: int, directory: Path) -> bool:
         mine = part in touched or part.rpartition(".experts.")[0] + ".experts." in touched
         for now, before in zip(found[part], expected[part], strict=True):
             # A config that names another format makes others of the same tensors, where both are stored so (INT4 a
-            # byte). Of inputs in a format that is not known no scales are read.
+            # byte, and GPTQ's zero points, which its older files hold less one). Of inputs in a format that is not
+            # known no scales are read.
             other = draft.reread and now[0] != before[0]
             assert mine or other or now == before, f"{where}: {part} was not touched"
     return True
