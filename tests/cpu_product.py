@@ -10,7 +10,7 @@ import numpy as np
 from jmx.ffi.cpu import library as ffi
 from jmx.numerics.formats import MXFP4, NVFP4, BlockScaled, Format
 
-FLOAT32, BFLOAT16, FEW_BFLOAT16, INT8 = range(4)  # `Input` of product.h
+FLOAT32, BFLOAT16, FEW_BFLOAT16, ONE_BFLOAT16, INT8 = range(5)  # `Input` of product.h
 
 POINTERS = ("x", "x_scales", "values", "scales", "zero_points", "global_scales", "bias", "out")
 SIZES = ("rows", "columns", "k", "group", "out_stride")
@@ -52,12 +52,15 @@ def product(
     bias: np.ndarray,
     format: Format = MXFP4,
     *,
-    few: bool = False,
+    few: int = 0,
     x_scales: np.ndarray | None = None,
     before: int = 0,
 ) -> np.ndarray:
-    """x (M, K) times a packed weight (N, K) of numpy by one instruction set, `before` elements ahead of the page."""
-    input_type = {4: FLOAT32, 2: FEW_BFLOAT16 if few else BFLOAT16, 1: INT8}[x.itemsize]
+    """x (M, K) times a packed weight (N, K) of numpy by one instruction set, `before` elements ahead of the page.
+
+    `few`: by the kernel for calls of at most so many bfloat16 rows an expert, 1 or 4; 0: of any number.
+    """
+    input_type = {4: FLOAT32, 2: {0: BFLOAT16, 1: ONE_BFLOAT16, 4: FEW_BFLOAT16}[few], 1: INT8}[x.itemsize]
     kind = {MXFP4: 0, NVFP4: 1}.get(format)
     if kind is None:
         kind = [np.dtype(d) for d in (ml_dtypes.bfloat16, np.float16, np.float32)].index(weight.scales.dtype) + 2

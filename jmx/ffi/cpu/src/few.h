@@ -1,16 +1,15 @@
 // AVX-512 BF16, for calls with few bfloat16 rows per expert: memory is the bound, if weights are decoded fast enough.
 //
-// Shuffles cost the most, so a step decodes four blocks of a weight row side by side. Each 16-bit word of their bytes
-// contains four elements. Shifted right by 0, 4, 8 and 12 bits, the low bits of the words index one table, which is in a
-// register. x is permuted to the same order first, once for all rows of the weight. The products of a step are summed from
-// zero, and the sum is multiplied by the blocks' scales, eight weights per lane. A zero point subtracts that multiple of
-// the sum of the lane's eight elements of x.
+// A step decodes four blocks of a weight row side by side (four_blocks.h), without their scales. The products of a step are
+// summed from zero, and the sum is multiplied by the blocks' scales, eight weights per lane. A zero point subtracts that
+// multiple of the sum of the lane's eight elements of x.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
+#include "four_blocks.h"
 #include "lanes.h"
 #include "product.h"
 
@@ -30,8 +29,7 @@ class FewRows {
  private:
   typedef typename Vector<float, 16>::Type Sum;
   static constexpr int kTileRows = 4;   // rows of x in a register tile
-  static constexpr int kStepBlocks = 4;  // blocks of a step, and the vectors that they are decoded to
-  static constexpr int kStepWeights = kStepBlocks * jmx::kBlock;
+  static constexpr int kStepBlocks = FourBlocks::kBlocks, kStepWeights = FourBlocks::kWeights;
   static constexpr int kPairedRows = 2;      // rows of the weight that are read side by side: hardware prefetchers follow few streams
   static constexpr int kPrefetchBytes = 6144;  // how far prefetches are ahead of loads
   static constexpr int kScaleColumns = 32;  // columns whose scales are checked together, and how far ahead scales are prefetched
@@ -45,59 +43,16 @@ class FewRows {
   // Vectors of a row of x, whose last step is padded with zeros.
   static int64_t Stride(int64_t k) { return (jmx::Blocks(k) + kStepBlocks - 1) / kStepBlocks * kVectors; }
 
-  // Stores the 32 words of block i of a step, in the order of the shifts: quarter q becomes quarter i of vector q.
-  static void StoreBlock(__m512i words, int i, __m512i* step) {
-    __m128i* lanes = reinterpret_cast<__m128i*>(step) + i;
-    _mm_store_si128(lanes, _mm512_castsi512_si128(words));
-    _mm_store_si128(lanes + 4, _mm512_extracti32x4_epi32(words, 1));
-    _mm_store_si128(lanes + 8, _mm512_extracti32x4_epi32(words, 2));
-    _mm_store_si128(lanes + 12, _mm512_extracti32x4_epi32(words, 3));
-  }
-
   static void PackX(const uint16_t* x, int64_t k, __m512i* row) {
-    const __m512i order = (__m512i)(typename Vector<uint16_t, 32>::Type){0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,
-                                                                         2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31};
     const __m512i one = _mm512_set1_epi16(static_cast<int16_t>(Format::ElementTable()[1]));
     const int64_t blocks = jmx::Blocks(k);
     for (int64_t first = 0; first < blocks; first += kStepBlocks, row += kVectors) {
-      const int count = static_cast<int>(std::min<int64_t>(kStepBlocks, blocks - first));
-      if (count < kStepBlocks) std::fill(row, row + kStepBlocks, __m512i{});
-      for (int i = 0; i < count; ++i) {
-        const int64_t left = k - (first + i) * jmx::kBlock;
-        const uint16_t* at = x + (first + i) * jmx::kBlock;
-        const __m512i words = left >= jmx::kBlock ? Load<__m512i>(at) : LoadPartial<__m512i>(at, 2 * left);
-        StoreBlock(_mm512_permutexvar_epi16(order, words), i, row);
-      }
+      FourBlocks::PackX(x + first * jmx::kBlock, k - first * jmx::kBlock, row);
       if constexpr (Format::kMayHaveZeros) {
         __m512 sums = _mm512_setzero_ps();
         for (int q = 0; q < kStepBlocks; ++q) sums = _mm512_dpbf16_ps(sums, (__m512bh)one, (__m512bh)row[q]);
         row[kStepBlocks] = (__m512i)sums;
       }
-    }
-  }
-
-  // The table of elements, twice: indices have a fifth bit of any value.
-  static __m512i ElementTable() { return _mm512_maskz_broadcast_i64x4(0xFF, Load<__m256i>(Format::ElementTable())); }
-
-  static __m512i Lookup(__m512i codes, __m512i table) { return _mm512_permutexvar_epi16(codes, table); }
-  static __m512i Lookup(__m512i codes, Bfloats::Pair pair) {  // each lane contains words of both halves of its block
-    const __m512i halves = _mm512_set4_epi64(0x0010001000100010, 0, 0x0010001000100010, 0);
-    return _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(15), halves, 0xEA), pair.tables);  // a & b | c
-  }
-
-  // Decodes a step with any scales to weights.
-  static void Decode(const Format& format, int column, int64_t block, __m512i* step) {
-    const __m512i shifts = _mm512_set_epi64(0x000C000C000C000C, 0x000C000C000C000C, 0x0008000800080008, 0x0008000800080008,
-                                            0x0004000400040004, 0x0004000400040004, 0, 0);
-    std::fill(step, step + kStepBlocks, __m512i{});
-    for (int i = 0; i < kStepBlocks; ++i, ++block) {
-      const int64_t left = (format.k - block * jmx::kBlock) / 2;
-      if (left <= 0) return;
-      const uint8_t* values = format.Values(column) + block * (jmx::kBlock / 2);
-      const bool whole = left >= jmx::kBlock / 2;
-      const __m512i words = _mm512_maskz_broadcast_i32x4(0xFFFF, whole ? Load<__m128i>(values) : LoadPartial<__m128i>(values, left));
-      const auto table = whole ? format.template Table<Bfloats, false>(column, block, 0) : format.template Table<Bfloats, true>(column, block, 0);
-      StoreBlock(Lookup(_mm512_srlv_epi16(words, shifts), table), i, step);
     }
   }
 
@@ -133,7 +88,7 @@ class FewRows {
   static void RunTile(const jmx::Gemm& gemm, const __m512i* x, int64_t row, int64_t column) {
     const Format format(gemm, column);
     const int64_t k = gemm.k, blocks = jmx::Blocks(k), stride = Stride(k);
-    const __m512i table = ElementTable();
+    const __m512i table = FourBlocks::TableOf(Format::ElementTable());
     Sum sums[rows][jmx::kTileColumns];
 
     for (int first = 0; first < jmx::kTileColumns; first += kPairedRows) {
@@ -144,13 +99,10 @@ class FewRows {
           __m512i weights[kStepBlocks];
           Sum factor, zeros;
           if constexpr (mode == kAnyScales) {
-            Decode(format, first + n, block, weights);
+            FourBlocks::Decode(format, first + n, block, weights);
           } else {
             const __m512i words = count == kStepWeights ? Load<__m512i>(at) : _mm512_maskz_loadu_epi8((1ull << count / 2) - 1, at);
-            weights[0] = _mm512_permutexvar_epi16(words, table);
-            weights[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-            weights[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
-            weights[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+            FourBlocks::Lookup(words, table, weights);
             factor = (Sum)format.Factors(first + n, block, count);
             if constexpr (mode == kZeroPoints)
               zeros = (Sum)_mm512_cvtepi32_ps(format.Zeros(first + n, block, count));

@@ -184,6 +184,13 @@ void RunAllTasks(ffi::ThreadPool pool, const Arrays& arrays, const Microkernel& 
   ParallelFor(pool, helpers, blocks * block_tasks, rows <= kMemoryBoundRows * nonempty_blocks ? kMemoryBoundTasksPerClaim : microkernel.tasks_per_claim, work);
 }
 
+Input InputOf(const Arrays& arrays, bool few) {
+  if (arrays.x.element_type() == ffi::S8) return kInt8;
+  if (arrays.x.element_type() == ffi::F32) return kFloat32;
+  if (!few) return kBfloat16;
+  return arrays.out.dimensions()[0] <= arrays.values.dimensions()[0] ? kOneBfloat16 : kFewBfloat16;  // rows, experts
+}
+
 // For each block b and each m below counts[b], with e = experts[b]:
 //   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantized(weight[e]).T + bias[b]
 // Rows of `out` that no block covers are left as they are. XLA passes arrays by position; attributes have names.
@@ -199,9 +206,8 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
     check.InvalidArgument("`instructions` (=" + std::string(attributes.instructions) + ") must be an instruction set of this machine");
   Check(check, arrays, format);
   if (check.failed()) return check.error();
-  const ffi::DataType type = x.element_type();
-  const Input input = type == ffi::S8 ? kInt8 : type == ffi::F32 ? kFloat32 : attributes.few ? kFewBfloat16 : kBfloat16;
-  RunAllTasks(pool, arrays, instructions->Find(format.Resolve(scales.element_type()), input), attributes.group);
+  const Microkernel& microkernel = instructions->Find(format.Resolve(scales.element_type()), InputOf(arrays, attributes.few));
+  RunAllTasks(pool, arrays, microkernel, attributes.group);
   return ffi::Error::Success();
 }
 

@@ -87,6 +87,7 @@ class Int4 : public PackedWeights {
 #endif
 
 #if defined(__AVX512BF16__)
+  static constexpr bool kHasPowersOfTwo = false;
   static constexpr bool kMayHaveZeros = true;
   static const uint16_t* ElementTable() { return kIntegers; }
   static constexpr float kElementScale = 256;  // elements are this much smaller, so that products without their scale do not overflow

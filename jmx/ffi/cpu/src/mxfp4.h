@@ -6,6 +6,18 @@
 
 namespace {
 
+// Bits of bfloat16 elements with the scale code `scale`, negative zero as zero.
+template <int scale>
+struct PositiveZeros {
+  alignas(32) uint16_t bits[16];
+  constexpr PositiveZeros() : bits() {
+    for (int element = 0; element < 16; ++element) bits[element] = element == 8 ? 0 : static_cast<uint16_t>(jmx::E8m0Bits(scale, element) >> 16);
+  }
+};
+
+template <int scale>
+inline constexpr PositiveZeros<scale> kPositiveZeros;
+
 class Mxfp4 : public PackedWeights {
  public:
   static constexpr int kScalesEvery = 16;  // blocks of kTileColumns rows whose scales fill a line of the cache
@@ -29,8 +41,28 @@ class Mxfp4 : public PackedWeights {
   static const uint16_t* ElementTable() { return jmx::kE8m0Tables<uint16_t>.bits[127 - kShift]; }
   static constexpr float kElementScale = 1;  // what sums are to be multiplied by
 
+  static constexpr uint32_t kMostOrdinary = 246;
+
   // Scales outside of this range are rare, and use the tables of weights. Within it, weights are normal numbers.
-  bool HasOrdinaryScales(int64_t columns) const { return AllWithin(scales_, columns * (k / jmx::kBlock), 2, 246); }
+  bool HasOrdinaryScales(int64_t columns) const { return AllWithin(scales_, columns * (k / jmx::kBlock), 2, kMostOrdinary); }
+
+  // The values of elements with the largest ordinary scale. Those of a smaller one are less by units of the exponent, which
+  // saturating subtraction does not take from zeros; negative zero is zero here.
+  static constexpr bool kHasPowersOfTwo = true;
+  static const uint16_t* LargestTable() { return kPositiveZeros<kMostOrdinary>.bits; }
+
+  // By how much the four blocks of a step, whose scales begin at `scales`, are less, eight words each.
+  static __m512i BelowLargest(const uint8_t* scales, int64_t weights) {
+    constexpr int kHigh = 0x00800080;  // selects zero for the low byte of each word, and the first byte for the high one
+    const __m512i places = (__m512i)(typename Vector<uint32_t, 16>::Type){
+        kHigh,              kHigh,              kHigh,              kHigh,              kHigh | 0x01000100, kHigh | 0x01000100,
+        kHigh | 0x01000100, kHigh | 0x01000100, kHigh | 0x02000200, kHigh | 0x02000200, kHigh | 0x02000200, kHigh | 0x02000200,
+        kHigh | 0x03000300, kHigh | 0x03000300, kHigh | 0x03000300, kHigh | 0x03000300};
+    uint32_t four = 0;
+    std::memcpy(&four, scales, weights / jmx::kBlock);
+    const __m512i below = _mm512_set1_epi32(kMostOrdinary * 0x01010101u - four);  // of bytes: none borrows
+    return _mm512_srli_epi16(_mm512_shuffle_epi8(below, places), 1);
+  }
 
   // The i-th of four scales becomes the exponents of lane i.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {

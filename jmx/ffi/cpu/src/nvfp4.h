@@ -30,6 +30,7 @@ class Nvfp4 : public PackedWeights {
 
 #if defined(__AVX512BF16__)
   static constexpr int kShift = 8;  // as in Mxfp4
+  static constexpr bool kHasPowersOfTwo = false;
   static constexpr bool kMayHaveZeros = false;
   static const uint16_t* ElementTable() { return jmx::kE8m0Tables<uint16_t>.bits[127 - kShift]; }
   static constexpr float kElementScale = 1;

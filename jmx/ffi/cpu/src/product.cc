@@ -229,15 +229,16 @@ constexpr jmx::MicrokernelSet MicrokernelsFor() {
   jmx::MicrokernelSet set = {};
 #if defined(__AMX_BF16__)
   set.by_input[jmx::kBfloat16] = {Amx<Format>::ScratchBytes, Amx<Format>::RunGemm, Amx<Format>::kTasksPerClaim};
+  if constexpr (Format::kHasPowersOfTwo) set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kBfloat16];
 #else
   if constexpr (integers) set.by_input[jmx::kInt8] = {ScratchBytes<Integers<true>>, RunInt8<Format>};  // of both kinds, the scratch bytes that suffice for either
 #if defined(__AVX512BF16__)
   set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
   set.by_input[jmx::kBfloat16] = kMicrokernel<Bfloats, Format>;
-  set.by_input[jmx::kFewBfloat16] = {FewRows<Format>::ScratchBytes, FewRows<Format>::RunGemm};
+  set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kOneBfloat16] = {FewRows<Format>::ScratchBytes, FewRows<Format>::RunGemm};
 #elif !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
-  set.by_input[jmx::kBfloat16] = set.by_input[jmx::kFewBfloat16] = kMicrokernel<Floats<uint16_t>, Format>;
+  set.by_input[jmx::kBfloat16] = set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kOneBfloat16] = kMicrokernel<Floats<uint16_t>, Format>;
 #endif
 #endif
   return set;

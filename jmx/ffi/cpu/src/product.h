@@ -8,8 +8,9 @@ namespace jmx {
 constexpr int kBlock = 32;  // weights decoded together; in most formats they share a scale
 constexpr int kTileColumns = 4;  // columns of the result, which are rows of the weight, in a register tile
 
-// The type of x. kFewBfloat16: bfloat16 where all calls of one shape have few rows per expert.
-enum Input { kFloat32, kBfloat16, kFewBfloat16, kInt8, kInputs };
+// The type of x. kFewBfloat16: bfloat16 where all calls of one shape have few rows per expert; kOneBfloat16: one at most. Both
+// count the experts of the weight, used or not.
+enum Input { kFloat32, kBfloat16, kFewBfloat16, kOneBfloat16, kInt8, kInputs };
 
 // Elements of the weights and the type of their scales.
 enum Format { kMxfp4, kNvfp4, kInt4Bfloat16, kInt4Float16, kInt4Float32, kFormats };
