@@ -278,7 +278,7 @@ def explain(
         raise TypeError(f"`{name}` (={value!r}) must be left out for a {type(subject).__name__}, which has its own")
     _check_form(f"a {type(subject).__name__}", arguments, () if is_problem else ("x",))
     if is_problem:
-        return explain_problem(subject, environment, backend, all=all, division=_division(subject, split))
+        return explain_problem(subject, environment, backend, all=all, division=_division(subject, split, environment))
     found = _explain_layer(subject, *arguments, environment=environment, backend=backend, split=split)
     return dataclasses.replace(found, all=all)
 
@@ -297,7 +297,7 @@ def _explain_layer(
         split = layer.split_of(x)
     problem, spare = layer.problem(x), getattr(layer, "spare_experts", 0)
     declared = problem.input_format is not None and getattr(layer, "input_format", "not known") is None
-    division = _division(problem, split, x, spare=spare)
+    division = _division(problem, split, environment, x, spare=spare)
     environment = environment or Environment.probe(x, layer)
     method = getattr(layer, "routing", None)
     if isinstance(method, str):  # of a Linen module, which keeps the name
@@ -333,23 +333,31 @@ def _explain_arrays(
         if isinstance(experts.experts, ShardedExperts):
             problem = dataclasses.replace(problem, intermediate_size=experts.experts.intermediate_size)
     declared = problem.input_format is not None and input_format is None
+    division = _division(problem, split, environment, x, *jax.tree.leaves(experts), slots=slots)
     environment = environment or Environment.probe(x, routing, experts)
-    division = _division(problem, split, x, *jax.tree.leaves(experts), slots=slots)
     routed = routing.method if isinstance(routing, Logits) else routing
     of_call = {"inputs_declared": declared, "division": division, "routed": routed}
     return explain_problem(problem, environment, backend, **of_call)
 
 
 def _division(
-    problem: Problem, split: Split | None, *arrays: Any, slots: int | None = None, spare: int = 0
+    problem: Problem,
+    split: Split | None,
+    named: Environment | None,
+    *arrays: Any,
+    slots: int | None = None,
+    spare: int = 0,
 ) -> Division | None:
-    """How a split divides a problem, over its mesh, the one in scope, or that of arrays."""
+    """How a split divides a problem, over its mesh, the one in scope, or that of arrays.
+
+    `named`: devices that need not be here; None: those of this process.
+    """
     if split is None:
         return None
     sizes = split.mesh_of(arrays).shape
     if spare:
         slots = slots_needed(problem.num_experts, prod(sizes[name] for name in split.names("expert")), spare)
-    return Division.of(problem, split, sizes, slots)
+    return Division.of(problem, split, sizes, slots, None if named is None else named.platform)
 
 
 def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:

@@ -177,7 +177,7 @@ def peer_by_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices that seem to write into each other's memory: `peer` runs, and its lowering is XLA's collectives."""
     from jmx.parallel import peer
 
-    monkeypatch.setattr(peer, "fault", lambda _: None)
+    monkeypatch.setattr(peer, "fault", lambda *_: None)
 
 
 @pytest.fixture

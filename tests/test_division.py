@@ -130,10 +130,25 @@ def test_the_text_names_mesh_exchanges_and_bytes() -> None:
     text = str(explain(expert="ep", tokens=("dp", "ep")))
     assert "mesh dp=2,ep=4: experts over ep, tokens over dp and ep" in text
     assert "each device: 8 tokens, 32 experts, I=2880" in text
-    assert re.search(r"gather +│ chosen", text)
+    assert re.search(r"peer_lines +│ chosen", text)
     assert "139 kB sent before the experts and 138 kB after" in text.replace("\n", " ")
     text = str(explain(expert="ep", tokens="dp", intermediate="tp"))
     assert "no exchange: devices with other experts have the same tokens, and results are added over ep and tp" in text
+
+
+@pytest.mark.parametrize(("device", "tokens", "chosen"), [("h200", 64, "peer_lines"), ("h200", 1024, "peer")])
+def test_named_devices_are_those_of_one_process(device: str, tokens: int, chosen: str) -> None:
+    """They need not be here; those that are here have no exchange that they cannot run."""
+    problem = dataclasses.replace(PROBLEM, num_tokens=tokens)
+    found: Any = explain(problem, expert="ep", tokens="ep", device=device)
+    assert found.division.chosen == chosen
+    here = Division.of(problem, jmx.Split(expert="ep", tokens="ep"), MESH.shape)
+    assert here.chosen == "gather"
+    assert {name: no for name, _, no in here.trail}["peer"] == "the platform is cpu, not gpu"
+    on_cpus = Division.of(problem, jmx.Split(expert="ep", tokens="ep"), MESH.shape, platform="cpu")
+    assert on_cpus.chosen == "gather"
+    many = Division.of(problem, jmx.Split(expert="ep", tokens="ep"), {"ep": 16}, platform="gpu")
+    assert {name: no for name, _, no in many.trail}["peer"] == "16 GPUs are more than 8"
 
 
 def test_why_no_other_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +157,10 @@ def test_why_no_other_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["jmx.parallel.division"], "EXCHANGES", known.EXCHANGES)
     found: Any = explain(expert="ep", tokens="ep")
     assert re.search(r"never +│ no +│ 16 tokens are too many; send fewer", str(found))
-    assert found.division.chosen == "gather"
+    assert found.division.chosen == "peer_lines"
     rows = found.as_dict()["division"]["exchanges"]
     assert rows[0] == {"name": "never", "chosen": False, "reason": "16 tokens are too many; send fewer"}
-    assert {"name": "gather", "chosen": True, "reason": None} in rows
+    assert {"name": "peer_lines", "chosen": True, "reason": None} in rows
     requested = jmx.Split(expert="ep", tokens="ep", mesh=MESH)
     object.__setattr__(requested, "exchange", "never")
     found = jmx.explain(PROBLEM, device="h200", split=requested)
@@ -165,7 +180,7 @@ def test_gathered_weights_are_stated() -> None:
 def test_plain_values() -> None:
     values = json.loads(json.dumps(explain(expert="ep", tokens=("dp", "ep")).as_dict()))["division"]
     assert values["mesh"] == {"dp": 2, "ep": 4}
-    assert values["exchange"] == "gather"
+    assert values["exchange"] == "peer_lines"
     assert values["bytes_before_experts"] == 3 * 8 * (X_BYTES + 32)
     assert "division" not in jmx.explain(PROBLEM, device="h200").as_dict()
 
@@ -224,6 +239,9 @@ def test_explain_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--mesh", "dp=2,ep=4", "--json"]) == 0
     values = [found["division"] for found in json.loads(capsys.readouterr().out)]
     assert [found["tokens_per_device"] for found in values] == [8, 16]
+    assert [found["exchange"] for found in values] == ["peer_lines", "peer_lines"]
+    assert cli.main([*command, "--mesh", "ep=4", "--exchange", "peer"]) == 0
+    capsys.readouterr()
     assert cli.main([*command, "--mesh", "ep=4,tp=2", "--exchange", "gather"]) == 0
     out = capsys.readouterr().out
     assert "mesh ep=4,tp=2: experts over ep, their intermediate axis over tp, tokens over ep" in out

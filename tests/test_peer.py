@@ -115,7 +115,7 @@ def test_reasons() -> None:
     if jax.default_backend() == "cpu":
         assert peer.Peer().supports(call) == "the platform is cpu, not gpu"
         rule = r"`exchange` \(='peer'\) cannot run this call: peer: the platform is cpu"
-        with jax.set_mesh(mesh_of(1, 1)), pytest.raises(ValueError, match=rule):
+        with jax.set_mesh(mesh_of(1, 2)), pytest.raises(ValueError, match=rule):
             layer(*arguments())
 
 

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         environment = Environment.named(check_known("--device", arguments.device, known_devices(), any_case=True))
     layer_split.check(arguments)
     problems, floats = _problems(arguments, environment)
-    divisions = _divisions(arguments, problems)
+    divisions = _divisions(arguments, problems, None if arguments.device is None else environment.platform)
     method = None if arguments.model is None else _method(arguments.model, problems[0].top_k)
     declared = arguments.format is None  # then inputs are quantized only if a checkpoint declares it
     explanations = [
@@ -96,8 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK if all(runs) and all(exchanges) else EXIT_NO
 
 
-def _divisions(arguments: argparse.Namespace, problems: "list[Problem]") -> "list[Division | None]":
-    """How --mesh divides each problem. Needs no devices."""
+def _divisions(
+    arguments: argparse.Namespace, problems: "list[Problem]", platform: str | None
+) -> "list[Division | None]":
+    """How --mesh divides each problem. Needs no devices. `platform`: of those that --device names."""
     from jax.sharding import AbstractMesh
 
     from jmx.parallel.division import Division
@@ -106,7 +108,7 @@ def _divisions(arguments: argparse.Namespace, problems: "list[Problem]") -> "lis
         return [None] * len(problems)
     sizes = mesh_argument.sizes(arguments.mesh)
     split = layer_split.split_of(AbstractMesh(tuple(sizes.values()), tuple(sizes)), arguments.exchange)
-    return [Division.of(problem, split, sizes) for problem in problems]
+    return [Division.of(problem, split, sizes, platform=platform) for problem in problems]
 
 
 def _rounded(floats: str, format: str) -> str:

@@ -47,13 +47,21 @@ class Division:
     bytes_gathered: int = 0
 
     @classmethod
-    def of(cls, problem: Problem, split: Split, mesh: Mapping[str, int], num_slots: int | None = None) -> "Division":
+    def of(
+        cls,
+        problem: Problem,
+        split: Split,
+        mesh: Mapping[str, int],
+        num_slots: int | None = None,
+        platform: str | None = None,
+    ) -> "Division":
         """How `split` divides a call.
 
         Args:
             problem: the call, of all devices.
             mesh: the sizes of the mesh's axes, by name.
             num_slots: slots of the experts' placement, if they have one.
+            platform: of devices that are not here, as in `Call`.
 
         Raises:
             ValueError: a symbolic number of tokens, or sizes that the mesh does not divide.
@@ -83,6 +91,7 @@ class Division:
                 itemsize=itemsize,
                 experts_per_rank=local_experts,
                 input_format=None if problem.on_input else problem.input_format,
+                platform=platform,
             )
             trail = tuple((name, its.summary, its.supports(call)) for name, its in EXCHANGES.items())
             chosen = _chosen(call, split)

@@ -46,6 +46,7 @@ class Call:
         capacity: rows that a device accepts from each, in units of the average with even routing; None: all.
         chunks: into how many parts a device's tokens are split, of which one is exchanged while another is multiplied.
         input_format: what the experts' first product rounds tokens to; None: nothing, or not the tokens themselves.
+        platform: of the devices, if they are not here, and are taken for those of one process; None: they are here.
     """
 
     axes: Names
@@ -60,6 +61,7 @@ class Call:
     capacity: float | None = None
     chunks: int = 1
     input_format: str | None = None
+    platform: str | None = None
 
     @property
     def wire(self) -> Wire | None:

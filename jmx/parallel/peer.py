@@ -35,7 +35,7 @@ class Peer:
 
     def supports(self, call: Call) -> str | None:
         """None: the GPUs are of one process, and access each other's memory; and tokens are at most `MOST_BYTES`."""
-        if reason := Gather().supports(call) or fault(call.num_ranks):
+        if reason := Gather().supports(call) or fault(call.num_ranks, call.platform):
             return reason
         if call.chunks > 1:
             return "it sends all tokens at once: use `gather`, or leave `chunks` out"
@@ -82,16 +82,20 @@ def _with_lines(arrays: tuple[Shaped[Array, "T _"], ...], axes: Names) -> list[S
     return collectives.all_gather(arrays, axes, True)
 
 
-def fault(num_ranks: int) -> str | None:
-    """Why GPUs do not write into each other's memory, and the remedy; None if they do."""
-    platform = Environment.probe().platform
+def fault(num_ranks: int, platform: str | None = None) -> str | None:
+    """Why GPUs do not write into each other's memory, and the remedy; None if they do.
+
+    `platform`: of devices that are not here. Such GPUs are taken for those of one process and one host.
+    """
+    here = platform is None
+    platform = Environment.probe().platform if platform is None else platform
     if platform != "gpu":
         return f"the platform is {platform}, not gpu"
-    if jax.process_count() > 1:
+    if here and jax.process_count() > 1:
         return f"GPUs are of {jax.process_count()} processes: use one for all GPUs of a host"
     if num_ranks > MOST_RANKS:
         return f"{num_ranks} GPUs are more than {MOST_RANKS}"
-    return library().fault
+    return library().fault if here else None
 
 
 def all_sum(array: Float[Array, "*shape"], axes: Names) -> Float[Array, "*shape"]:

@@ -173,7 +173,7 @@ def exchange_call(split: Split, sizes: Mapping[str, int], *, experts_per_rank: i
         split: of experts and tokens.
         sizes: of the mesh axes that it names.
         experts_per_rank: the experts of one device.
-        of_tokens: `num_tokens`, `top_k`, `hidden_size`, `itemsize` and `input_format` of `Call`.
+        of_tokens: `num_tokens`, `top_k`, `hidden_size`, `itemsize`, `input_format` and `platform` of `Call`.
     """
     axes = split.exchanged
     return Call(

@@ -20,7 +20,6 @@ from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.tensor_scales import scale_of_rows
-from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
@@ -164,8 +163,7 @@ class MosaicSm90Fp8(LimitedBackend):
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        tiling = self.tiling(problem, environment)
-        return grouped.run(problem, x, routing, tiling, both, own_rows.combine_of(problem, x.dtype))
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
 
 
 def _used(work: Work) -> Bool[Array, " R"]:

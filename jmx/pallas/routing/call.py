@@ -19,6 +19,7 @@ from jmx.pallas.routing.choice import MOST_SLOTS, Choice
 from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
 from jmx.routing import GroupedTopK, Logits, Method, Routing, SigmoidTopK, SqrtSoftplusTopK
 from jmx.routing.logits import route_checked
+from jmx.routing.top_k import weigh
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Shaped
@@ -167,8 +168,11 @@ def routed(
     results = meshes.unchecked(partial(_bind, call=call))(values, mask, bias)
     if results.weights is not None:
         return results
-    assert isinstance(call.method, Weighed)
-    return results._replace(weights=call.method.weigh(jnp.asarray(values, jnp.float32), results.expert_ids))
+    method = call.method
+    assert isinstance(method, Weighed)
+    logits = jnp.asarray(values, jnp.float32)
+    weights = weigh(logits, results.expert_ids, method.scoring, renormalize=method.renormalize)
+    return results._replace(weights=weights * method.routed_scaling_factor)
 
 
 @routed.defjvp
