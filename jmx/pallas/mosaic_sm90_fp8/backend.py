@@ -57,9 +57,9 @@ def _pair(problem: Problem) -> Rejection | None:
     format = FORMATS[problem.format]
     if multiplies(format, problem.input_format):
         return None
-    taken = [name for name in INPUTS if multiplies(format, name)]
+    by_token = next(n for n in INPUTS if INPUT_FORMATS[n].block_size == "row" and multiplies(format, n))
     detail = f"{problem.format!r} weights and {problem.input_format!r} inputs are no operands of one 8-bit product"
-    return Rejection(Reason.INPUT_FORMAT, detail, f"input_format={taken[-1]!r}, or prepare them in layout 'auto'")
+    return Rejection(Reason.INPUT_FORMAT, detail, f"input_format={by_token!r}, or prepare them in layout 'auto'")
 
 
 def _sizes(problem: Problem) -> Rejection | None:
