@@ -261,3 +261,22 @@ def test_loading_a_file_that_shrinks_meanwhile_is_an_error(tmp_path, monkeypatch
 def test_interrupting_a_loading_leaves_no_thread(monkeypatch):
     with interrupted(monkeypatch), pytest.raises(KeyboardInterrupt):
         models.load(TINY)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupting_the_start_of_a_thread_leaves_none(when, tensors, monkeypatch):
+    """The interrupt comes in the call that starts the last thread, before or after the thread runs."""
+    start, begun = threading.Thread.start, []
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        if thread.name.startswith("jmx read ahead"):
+            begun.append(thread)
+        last = len(begun) == read_ahead.THREADS
+        if not (last and when == "before"):
+            start(thread)
+        if last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt), reading_ahead(tensors):
+        raise AssertionError("no thread is started after the interrupt")

@@ -7,6 +7,7 @@ large pieces into memory are several times as fast, and a file that shrinks is a
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,9 +109,8 @@ class _Reads:
     def __enter__(self) -> "_Reads":
         try:
             for number in range(THREADS):
-                thread = threading.Thread(target=self._run, name=f"jmx read ahead {number}")
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(threading.Thread(target=self._run, name=f"jmx read ahead {number}"))
+                self._threads[-1].start()
         except BaseException:
             self.__exit__()
             raise
@@ -121,7 +121,11 @@ class _Reads:
             self._stopped = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            while thread in threading.enumerate():
+                if thread.is_alive():
+                    thread.join()
+                else:  # an interrupt came while it was being started
+                    time.sleep(1e-3)
         for descriptor in self._files.values():
             os.close(descriptor)
         self._batches.clear()
