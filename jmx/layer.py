@@ -405,14 +405,14 @@ def _by_products(
     if x.shape[0] == 0 or problem.top_k == 0:
         return jnp.zeros_like(x)
     assert isinstance(backend, ProductBackend)
-    added = () if adapters is None else (AddedBy(adapters.padded(experts)),)
+    added = None if adapters is None else AddedBy(adapters.padded(experts))
     if experts.format.is_float and experts.padded_to is not None:
         # An activation whose value at 0 is not 0 would train them. All other padding has the gradient 0.
         down = padding.trained_columns(experts.intermediate_size, experts.down.values)
         experts = dataclasses.replace(experts, down=experts.down._replace(values=down))
     x, experts = _widened(x, experts), experts.prepare(problem.layout).as_padded()
     engine = by_products.engine_of(backend, problem, static.environment, experts, xla.Xla())
-    return by_products.forward(problem, x, routing, experts, engine, *added)[:, :wide]
+    return by_products.forward(problem, x, routing, experts, engine, added=added)[:, :wide]
 
 
 def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:

@@ -75,6 +75,7 @@ def forward(
     routing: Routing,
     experts: Experts,
     engine: Engine,
+    *,
     added: Added | None = None,
 ) -> Float[Array, "T H"]:
     """The layer, y (T, H) of x's dtype.

@@ -45,7 +45,7 @@ def assign(
     keys = mask(jnp.where(usable & (keys > -jnp.inf), keys, -jnp.inf))
     best, ids = _top_k(keys, top_k)
     chosen = best > -jnp.inf
-    weights = _weigh(logits, scores, ids, chosen, scoring, renormalize)
+    weights = _weigh(logits, scores, ids, chosen, scoring=scoring, renormalize=renormalize)
     return jnp.where(chosen, ids, NOWHERE), weights
 
 
@@ -55,7 +55,8 @@ def weigh(
     """The weights of `assign` (T, k) for ids that it chose."""
     logits, usable = _bounded(logits)
     chosen = ids != NOWHERE
-    return _weigh(logits, _scores(logits, usable, scoring), jnp.where(chosen, ids, 0), chosen, scoring, renormalize)
+    scores, ids = _scores(logits, usable, scoring), jnp.where(chosen, ids, 0)
+    return _weigh(logits, scores, ids, chosen, scoring=scoring, renormalize=renormalize)
 
 
 def _bounded(logits: Float32[Array, "T E"]) -> tuple[Float32[Array, "T E"], Bool[Array, "T E"]]:
@@ -74,6 +75,7 @@ def _weigh(
     scores: Float32[Array, "T E"],
     ids: Int32[Array, "T k"],
     chosen: Bool[Array, "T k"],
+    *,
     scoring: str,
     renormalize: bool,
 ) -> Float32[Array, "T k"]:

@@ -200,7 +200,7 @@ def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, ex
     def body(step: Step, y: Float32[Array, "T H"]) -> Float32[Array, "T H"]:
         step_weights = StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
-        a = inputs_of_down(problem, x, weight, experts, step, step_weights)
+        a = inputs_of_down(problem, x, weight, experts, step=step, step_weights=step_weights)
         out = step_weights.product("down", round_inputs(problem, experts, "down", a))
         if not problem.on_input:
             out *= weight
@@ -220,7 +220,7 @@ def _with_static_scales(
         def body(step: Step, most: Float32[Array, ""]) -> Float32[Array, ""]:
             step_weights = StepWeights(experts, step.experts, compute_dtype(problem))
             weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
-            a = inputs_of_down(problem, x, weight, experts, step, step_weights)
+            a = inputs_of_down(problem, x, weight, experts, step=step, step_weights=step_weights)
             valid = step.assignments.reshape(-1) < weights.size
             return jnp.maximum(most, largest_of_rows(a.reshape(valid.size, -1), valid))
 

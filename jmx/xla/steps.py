@@ -117,6 +117,7 @@ def inputs_of_down(
     x: Float[Array, "T H"],
     weight: Float32[Array, "C M 1"],
     experts: Experts,
+    *,
     step: Step,
     step_weights: StepWeights,
 ) -> Float[Array, "C M I"]:

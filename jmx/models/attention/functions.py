@@ -110,7 +110,7 @@ def _flash_forward(
 def _flash_backward(window: int | None, scale: float | None, residuals: Any, dout: Array) -> tuple[Array, ...]:
     query, keys, values, sinks, out = residuals
     factor = query.shape[3] ** -0.5 if scale is None else scale
-    return prompt_gradients.gradients(query, keys, values, sinks, out, dout, window, factor)
+    return prompt_gradients.gradients(query, keys, values, sinks, out, dout, window=window, scale=factor)
 
 
 flash_attention.defvjp(_flash_forward, _flash_backward)

@@ -41,6 +41,7 @@ def gradients(
     sinks: Float32[Array, " heads"],
     out: Float[Array, "B T heads V"],
     dout: Float[Array, "B T heads V"],
+    *,
     window: int | None,
     scale: float,
 ) -> tuple[Float[Array, "..."], ...]:
