@@ -141,7 +141,7 @@ def _undivided(
             raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for MasterExperts")
         experts, beside, prepared = Rounded.of(experts, input_format, Environment.probe(x, routing, experts))
     else:
-        prepared = check_instance("experts", experts, Experts, "jmx.Experts")
+        experts = prepared = check_instance("experts", experts, Experts, "jmx.Experts")
     check_arguments(x, routing, prepared, activation, weights_on)
     if adapters is not None:
         adapters.check(experts)

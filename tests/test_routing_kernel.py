@@ -102,7 +102,7 @@ def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts,
         problem = dataclasses.replace(problem, weights_on="input")
     call = Call(method, problem, tiling, num_tokens, biased, interpret=True)
     kernel = jax.jit(lambda values, mask, bias: routing_kernel.routed(values, mask, bias, call))
-    defined = jax.jit(lambda *given: definition(*given, call))
+    defined = jax.jit(lambda values, mask, bias: definition(values, mask, bias, call))
     for kind in KINDS:
         values = draw_logits(rng, kind, num_tokens, num_experts)
         mask = rng.random(num_tokens) < 0.7 if masked else None
