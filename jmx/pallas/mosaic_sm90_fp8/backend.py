@@ -40,9 +40,9 @@ INPUTS = tuple(
     format.name
     for format in (
         input_formats.FP8_STATIC,
-        input_formats.FP8_TENSOR,
         input_formats.FP8_TOKEN,
         input_formats.FP8_BLOCK,
+        input_formats.FP8_TENSOR,
         input_formats.INT8_TOKEN,
     )
 )
