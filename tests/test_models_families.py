@@ -292,6 +292,21 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NEW)
+def test_rotary_positions_of_types_of_layers_are_refused(name: str, tmp_path: Path) -> None:
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match=r"rope_parameters.full_attention` \(=\{.*must not be an object"):
+        FAMILIES[name].read_config(edited(tmp_path / "it", name, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_rotary_frequencies_in_files_are_those_of_the_config(name: str, tmp_path: Path) -> None:
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    assert_same(load(edited(tmp_path / "it", name, add)), load(GOLDEN / name))
+
+
+@pytest.mark.parametrize("name", NEW)
 def test_rotary_positions_in_the_older_spelling(name: str, tmp_path: Path) -> None:
     rope = json.loads((GOLDEN / name / "config.json").read_text())["rope_parameters"]
     del rope["rope_type"]

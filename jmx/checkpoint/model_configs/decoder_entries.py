@@ -86,12 +86,16 @@ class DecoderEntries(ConfigObject):
     def rope_objects(self) -> "dict[str, DecoderEntries]":
         """The objects that describe rotary positions: `rope_scaling` in older files, `rope_parameters` in newer ones.
 
-        CheckpointError if one is of none of `ROPE_TYPES`. One that does not state a type is "default".
+        CheckpointError if one is of none of `ROPE_TYPES`, or has one for each type of layer. One that does not state a
+        type is "default".
         """
         found = {}
         for place in ("rope_scaling", "rope_parameters"):
             if not self.is_absent(place):
                 found[place] = rope = DecoderEntries(self.file, f"{self.place}.{place}", self.entries[place])
+                for key, value in rope.entries.items():
+                    if isinstance(value, dict):
+                        raise rope.error(key, "must not be an object: all layers have the same rotary positions")
                 for kind in ("rope_type", "type"):
                     rope.one_of(kind, ROPE_TYPES, "default")
         return found
