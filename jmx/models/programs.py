@@ -63,6 +63,10 @@ class Program:
             return self.jitted(weights, *arguments, **static)
         return self.compiled(*arguments, **static)(weights, *arguments)
 
+    def shapes(self, *arguments: Any, **static: Hashable) -> Any:
+        """The results for such arguments, as `jax.ShapeDtypeStruct`. Nothing is compiled."""
+        return self.jitted.eval_shape(self._weights, *jax.tree.map(_abstract, arguments), **static)
+
     def compiled(self, *arguments: Any, **static: Hashable) -> Callable[..., Any]:
         """The compiled program for such arguments, which takes the weights and the arguments that are not static."""
         return self.compile(*arguments, **static).result()

@@ -14,6 +14,7 @@ import numpy as np
 from jmx.models.decoder import Model
 from jmx.models.forward import Weights
 from jmx.models.program_store import ProgramStore
+from jmx.models.sampling import Sampler
 from jmx.models.token_rows import check_tokens
 from jmx.serving import scheduling
 from jmx.serving.engine.exported_step import ExportedStep, export_step
@@ -28,6 +29,8 @@ from jmx.util.checks import check_instance, check_int
 
 # The load of experts is counted in one of so many steps.
 LOAD_PERIOD = 32
+# Requests of a warm-up: in its first calls a program makes CUDA graphs, and changes them as its memory moves.
+_REHEARSALS = 4
 
 
 @dataclass
@@ -126,11 +129,18 @@ class Engine:
         self.statistics = Statistics()
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the programs of all steps, side by side, and runs each once.
+        """Compiles the programs of all steps, side by side, runs each once, and serves a few requests of its own.
+
+        It comes before all requests.
 
         Args:
             progress: is called with the programs that are ready, and all of them.
+
+        Raises:
+            RuntimeError: there was a request.
         """
+        if not self.is_idle or self._state.arrived:
+            raise RuntimeError("`warm_up` must come before all requests")
         inputs = [self._padding(*size) for size in self._sizes]
         decoded = [self._padding(rows, 0) for rows in self._decode_sizes]
         self._programs.begin(inputs[::-1], decoded[::-1], self._device)
@@ -145,6 +155,18 @@ class Engine:
             if progress is not None:
                 progress(number, len(decoded) + len(inputs))
         self._set_history(self.limits.max_users, (), (), ())
+        self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Serves requests as those of a lone user, one after the other, and forgets them."""
+        for number in range(_REHEARSALS):
+            new = min(2 * self.limits.decode_steps + 2, self.limits.max_length - 1)
+            prompt = (0,) * min(self.limits.prompt_tokens, self.limits.max_length - new)
+            sampler = Sampler(temperature=float(number % 2), seed=number)
+            self.submit(Generate(number, prompt, new, sampler, frozenset(), salt=str(number).encode()))
+            while not self.is_idle:
+                self.step()
+        self._state, self.statistics = scheduling.State.of(self._settings), Statistics()
 
     def export(self, rows: int, checks: Sequence[jax.export.DisabledSafetyCheck] = ()) -> ExportedStep:
         """A step of so many rows and no blocks, for processes without jmx's models; see `export_step`.

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jmx.models.forward import Weights
 from jmx.models.model_split import ModelSplit
@@ -59,21 +58,31 @@ class Programs:
         self._compiled: dict[Any, Any] = {}
 
     def begin(self, inputs: Sequence[Inputs], decoded: Sequence[Inputs], device: Device) -> None:
-        """Begins to compile the passes of these sizes, and then, as they take less time, the choices of tokens.
+        """Begins to compile all programs: passes first, then those that take less time.
 
-        `decoded`: the sizes of several passes.
+        Args:
+            inputs: the sizes of single passes, those that take longest first.
+            decoded: the sizes of several passes.
+            device: what there is on the device.
         """
-        for its in decoded:
-            self._decode.compile(device.pages, device.tokens, its)
         for its in inputs:
             self._pass.compile(device.pages, device.tokens, its)
-        by_row = None if self._split is None else self._split.sharding("token")
-        vocab_size = device.history.counts.new.shape[1]
+        for its in decoded:
+            self._decode.compile(device.pages, device.tokens, its)
+        passed: Passed = self._pass.shapes(device.pages, device.tokens, inputs[0])[1]
+        layers, _, num_experts = passed.router_logits.shape
+        for its in (*inputs, *decoded):
+            shape = layers, its.num_tokens, num_experts
+            self._load.compile(self._divided(shape, passed.router_logits.dtype, None, "token"), its)
         for its in inputs:
-            logits = jax.ShapeDtypeStruct((len(its.slots), vocab_size), jnp.float32, sharding=by_row)
+            logits = self._divided((len(its.slots), passed.logits.shape[1]), passed.logits.dtype, "token")
             for level in Level:
                 given = its.slots, its.draws, its.sampling
                 self._draw.compile(device.tokens, device.history, logits, *given, level=level)
+
+    def _divided(self, shape: tuple[int, ...], dtype: Any, *keys: str | None) -> jax.ShapeDtypeStruct:
+        """An array of a pass, whose axes the mesh divides as `keys` are."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=None if self._split is None else self._split.sharding(*keys))
 
     def run(
         self, device: Device, inputs: Inputs, level: Level, *, counts_load: bool
