@@ -150,13 +150,16 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
 
 
 def make_engine(arguments: argparse.Namespace, max_length: int) -> Engine:
-    """The engine, in its process: checks memory, reads the weights."""
+    """The engine, in its process: checks that devices reach each other, and memory, and reads the weights."""
     import jax
 
     from jmx.models import from_source
+    from jmx.models.communication import check_communication
 
     compilation_cache.use(arguments)
     source, split = _source(arguments), model_arguments.split(arguments)
+    if split is not None:
+        check_communication(split)
     adapters = model_arguments.adapters(arguments, source)
     limits = _limits(arguments, max_length)
     if arguments.cache_tokens is None:
