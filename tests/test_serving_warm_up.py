@@ -1,26 +1,73 @@
 """What an engine has done before its first request, and that a first token does not wait for those after it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_serving_engine import LIMITS, finish, model
+import text_checkpoints
+from test_serving_engine import LIMITS, finish
 
-from jmx.models import Sampler
-from jmx.serving.engine import Engine, Generate
+from jmx.models import Sampler, from_source
+from jmx.models.expected import expected
+from jmx.models.forward import Weights
+from jmx.models.loading import file_source
+from jmx.models.programs import Program
+from jmx.models.sources.protocol import Source
+from jmx.serving.engine import Engine, Generate, begin_programs
+from jmx.serving.engine.limits import Pools
 from jmx.serving.engine.programs import Programs
 
 pytestmark = pytest.mark.costly
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
+class Warm(NamedTuple):
+    """An engine whose programs were begun before its weights were there, and those that were compiled, each time."""
+
+    engine: Engine
+    source: Source
+    compiled: list[Any]
+
+
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    its = Engine(model("gpt_oss"), LIMITS)
-    its.warm_up()
-    return its
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
+    source = file_source(text_checkpoints.write(tmp_path_factory.mktemp("warm") / "tiny", "gpt_oss", layers=2))
+    compiled, start = [], Program._start
+
+    def started(self: Program, its: Any, *arguments: Any) -> Any:
+        compiled.append((self, its))
+        return start(self, its, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "_start", started)
+        shapes = expected(source, dtype=jnp.float32, backend=None)
+        assert shapes is not None
+        programs = begin_programs(shapes, LIMITS, None)
+        engine = Engine(from_source(source, dtype=jnp.float32), LIMITS, programs=programs)
+        engine.warm_up()
+    assert engine._programs is programs
+    return Warm(engine, source, compiled)
+
+
+@pytest.fixture
+def engine(warm: Warm) -> Engine:
+    return warm.engine
+
+
+def test_each_program_is_compiled_once(warm: Warm) -> None:
+    """A pass of each size, several passes, the counts of experts' tokens, and the choice of tokens at each level."""
+    single, several = LIMITS.sizes(), LIMITS.decode_sizes()
+    assert len(warm.compiled) == len({*warm.compiled}) == 2 * len(single) + len(several) + 3 * len(single)
+
+
+def test_programs_of_another_model_are_not_used(warm: Warm) -> None:
+    shapes = expected(warm.source, dtype=jnp.bfloat16, backend=None)
+    assert shapes is not None
+    programs = Programs(Weights.of(shapes), Pools.of(shapes), None, LIMITS.decode_steps, None)
+    assert not programs.take(warm.engine._of_model)
 
 
 def test_nothing_is_compiled_after_the_warm_up(engine: Engine, rng: np.random.Generator) -> None:
