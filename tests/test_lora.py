@@ -17,6 +17,7 @@ import jmx.linen
 import jmx.nnx
 from jmx import activations, lora, training
 from jmx.lora import Adapter, Adapters, LoRA
+from jmx.lora.products import TOGETHER
 from jmx.numerics.gate_up import join_gate_up
 
 E, H, I, K, T, R = 4, 64, 96, 2, 13, 3  # noqa: E741
@@ -36,9 +37,9 @@ def experts_of(rng, order: str | None = "interleaved", format="mxfp4", bias=True
     return jmx.Experts.random(key, E, H, I, gate_up_order=order, format=format, bias=bias)
 
 
-def adapters_of(rng, experts, targets=FORMS["both"], shared=(), dtype=jnp.float32):
+def adapters_of(rng, experts, targets=FORMS["both"], shared=(), dtype=jnp.float32, rank=R):
     """Both matrices random: of those to train from, B is zero."""
-    like = LoRA(R, 6, targets, shared, dtype=dtype).random(jax.random.key(0), experts)
+    like = LoRA(rank, 6, targets, shared, dtype=dtype).random(jax.random.key(0), experts)
     return jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) * a.shape[-1] ** -0.5, a.dtype), like)
 
 
@@ -130,9 +131,10 @@ def with_gradients(function, dy, arguments):
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 @pytest.mark.parametrize("shared", [(), ("a",), ("b",), ("a", "b")])
 @pytest.mark.parametrize("form", FORMS)
-def test_forward_and_gradients_are_those_of_a_dense_layer(form, shared, weights_on, rng):
+@pytest.mark.parametrize("rank", [R, TOGETHER * K // E + 1])  # all experts' matrices at once, or those of each block
+def test_forward_and_gradients_are_those_of_a_dense_layer(rank, form, shared, weights_on, rng):
     experts = experts_of(rng, ORDERS[rng.integers(4)])
-    adapters = adapters_of(rng, experts, FORMS[form], shared)
+    adapters = adapters_of(rng, experts, FORMS[form], shared, rank=rank)
     assert_gradients_alike(rng, *both(rng, experts, adapters, weights_on=weights_on))
 
 

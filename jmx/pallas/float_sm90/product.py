@@ -49,25 +49,74 @@ def product(
         weights: of the same dtype, N and K multiples of 64; those of the E groups from `first` on.
         groups: the rows of each group. Results of rows of no group are undefined.
     """
+    name, columns = "float_transposed" if transposed else "float", weights.shape[2 if transposed else 1]
+
+    def finish(out: Ref, acc: Array, tile: Tile) -> None:
+        store(out, acc, tile.first, tile.bounds, tile.column, columns)
+
+    out = jax.ShapeDtypeStruct((len(rows), columns), its.dtype)
+    return finished(name, rows, weights, groups, its, out, finish, transposed=transposed, first=first)
+
+
+class Tile(NamedTuple):
+    """Where the tile of a warpgroup is, int32 scalars.
+
+    Args:
+        group: of its rows.
+        first, column: its first row and column.
+        bounds: the first row of the block, and the one after the last.
+    """
+
+    group: Scalar
+    first: Scalar
+    column: Scalar
+    bounds: tuple[Scalar, Scalar]
+
+
+# The results (or references to all that the kernel takes more, and then the results), the sums of a tile, and where it
+# is: stores the tile.
+Finish = Callable[..., None]
+
+
+def finished(
+    name: str,
+    rows: Float[Array, "R C"],
+    weights: Float[Array, "every N K"],
+    groups: Groups,
+    its: Launch,
+    out: jax.ShapeDtypeStruct,
+    finish: Finish,
+    *more: Any,
+    transposed: bool = False,
+    first: Any = 0,
+) -> Float[Array, "R W"]:
+    """`product` with an epilogue of its own.
+
+    Args:
+        name: with which the kernel's begins.
+        out: the shape and dtype of the result.
+        finish: takes references to `more` and to the result.
+        more: arrays.
+    """
     config, num_cores = its.config, its.num_cores
-    num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
-    blocks = RowBlocks.of(groups, num_rows, config.block_m)
+    columns = weights.shape[2 if transposed else 1]
+    blocks = RowBlocks.of(groups, len(rows), config.block_m)
     blocks = blocks._replace(groups=blocks.groups + first)
     schedule = Schedule(-(-columns // config.block_n), config.section)
 
-    def body(rows: Ref, weights: Ref, blocks: RowBlocks, out: Ref, *, shared: SharedMemory) -> None:
+    def body(rows: Ref, weights: Ref, blocks: RowBlocks, *rest: Ref, shared: SharedMemory) -> None:
         num_blocks = blocks.number[0]
         share = Share.of(
             Share.begin(lax.axis_index("core")), schedule.num_items(num_blocks), rows.shape[1] // TILE, num_cores
         )
-        kernel = _Kernel(rows, weights, out, blocks, num_blocks, schedule, share, config, shared, transposed)
+        ends = partial(finish, *rest)
+        kernel = _Kernel(rows, weights, ends, blocks, num_blocks, schedule, share, config, shared, transposed)
         warpgroup = lax.axis_index("warpgroup")
         specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_weights, kernel.copy_rows)
 
-    name = "float_transposed" if transposed else "float"
-    outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
     shared = SharedMemory.of(config, rows.dtype, transposed=transposed)
-    return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
+    kernel = persistent_kernel(body, name, config, num_cores, [out], shared)
+    return launch(kernel, rows, weights, blocks, *more)[0]
 
 
 class SharedMemory(NamedTuple):
@@ -128,7 +177,7 @@ class _Kernel:
 
     rows: Ref
     weights: Ref
-    out: Ref
+    finish: Callable[[Array, Tile], None]
     blocks: RowBlocks
     num_blocks: Scalar
     schedule: Schedule
@@ -208,7 +257,7 @@ class _Kernel:
                 acc = pl.run_scoped(
                     partial(self._sum, turn, warpgroup), Accumulator((TILE, config.block_n), jnp.float32)
                 )
-                store(self.out, acc, first, bounds, column * config.block_n, self.out.shape[1])
+                self.finish(acc, Tile(blocks.groups[block], first, column * config.block_n, bounds))
 
             @pl.when(jnp.logical_not(used))
             def _() -> None:

@@ -8,13 +8,14 @@ them 64.
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.mlir import constant, utils
-from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, fragment, operation, result
 from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32, Int32
 
@@ -69,6 +70,83 @@ def store(
     body(out, acc, first, *bounds, column)
 
 
+def add_rows(
+    acc: Float32[Array, "64 n"], rows: Ref, first: Scalar, bounds: tuple[Scalar, Scalar], column: Scalar
+) -> Float32[Array, "64 n"]:
+    """The tile plus those of `rows` (R, columns), bfloat16 in global memory, at its place.
+
+    What is outside `bounds` or the columns gets any numbers. Arguments are those of `store`.
+    """
+    shape, columns = acc.shape, rows.shape[1]
+
+    @operation(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, *(SCALAR,) * 4),
+        return_type=result(shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, rows: ir.Value, acc: Fragment, *scalars: Fragment) -> Fragment:
+        first, start, end, column = (scalar.registers.item() for scalar in scalars)
+        thread = mlir.thread_index()
+        lane = arith.remui(thread, constant(4))
+        row = arith.addi(first, arith.addi(_times(arith.divui(thread, constant(32)), 16), _row_of_eight(thread)))
+        held, words = acc.registers.reshape(-1, 2), ir.VectorType.get((4,), mlir.i32())
+        sums = [[None, None] for _ in held]
+        for second in range(2):
+            here = arith.minsi(arith.addi(row, constant(8 * second)), arith.subi(end, constant(1)))
+            line = arith.muli(mlir.wide(arith.maxsi(here, start)), constant(columns, mlir.i64()))
+            for eight in range(0, len(held), 4):
+                at = arith.addi(column, arith.addi(_times(lane, 8), constant(8 * eight)))
+                at = arith.minsi(at, constant(columns - 8))
+                address = mlir.address_of(rows, arith.addi(line, mlir.wide(at)), ir.BF16Type.get())
+                loaded = llvm.load(words, address, alignment=_CHUNK)
+                found = _transposed([llvm.extractelement(loaded, constant(i)) for i in range(4)], lane)
+                for i, word in enumerate(found):
+                    sums[eight + i][second] = arith.addf(held[eight + i, second], _unpacked(word))
+        return fragment((one for pair in sums for one in pair), shape, acc.layout)
+
+    return body(rows, acc, first, *bounds, column)
+
+
+def add_columns(acc: Float32[Array, "64 n"], values: Ref, group: Scalar, column: Scalar) -> Float32[Array, "64 n"]:
+    """Each row of the tile plus values[group] (columns,), float32 in global memory, from `column` on; past the end any
+    numbers."""
+    shape, columns = acc.shape, values.shape[1]
+
+    @operation(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR, SCALAR),
+        return_type=result(shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, values: ir.Value, acc: Fragment, group: Fragment, column: Fragment) -> Fragment:
+        lane = arith.remui(mlir.thread_index(), constant(4))
+        held, two = acc.registers.reshape(-1, 2), ir.VectorType.get((2,), mlir.f32())
+        line = arith.muli(mlir.wide(group.registers.item()), constant(columns, mlir.i64()))
+        sums = []
+        for eight in range(len(held)):
+            at = arith.addi(column.registers.item(), arith.addi(_times(lane, 2), constant(8 * eight)))
+            at = arith.minsi(at, constant(columns - 2))
+            found = llvm.load(two, mlir.address_of(values, arith.addi(line, mlir.wide(at)), mlir.f32()), alignment=8)
+            sums += [arith.addf(held[eight, second], found) for second in range(2)]
+        return fragment(sums, shape, acc.layout)
+
+    return body(values, acc, group, column)
+
+
+def every_other_eight(acc: Float32[Array, "64 n"], which: int) -> Float32[Array, "64 half"]:
+    """Of each 16 columns of a tile the first 8, or, if `which` is 1, the last 8."""
+    shape = (acc.shape[0], acc.shape[1] // 2)
+
+    @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=result(shape, jnp.float32, plgpu.Layout.WGMMA))
+    def body(_: Any, acc: Fragment) -> Fragment:
+        return fragment(acc.registers.reshape(-1, 2)[which::2].reshape(-1), shape, acc.layout)
+
+    return body(acc)
+
+
+def _unpacked(word: ir.Value) -> ir.Value:
+    """A word of two bfloat16 as a pair of float32."""
+    low, high = arith.shli(word, constant(16)), arith.andi(word, constant(-65536))
+    return mlir.pair(*(utils.bitcast(half, mlir.f32()) for half in (low, high)))
+
+
 def _times(value: ir.Value, factor: int) -> ir.Value:
     return arith.muli(value, constant(factor))
 
@@ -102,7 +180,12 @@ def _packed(two: ir.Value, element: ir.Type) -> ir.Value:
 
 def _exchange_four(pairs: Sequence[ir.Value], element: ir.Type, lane: ir.Value) -> list[ir.Value]:
     """Each of four threads has a pair of float32 of four groups of columns -> all words of the group of its lane."""
-    a, b, c, d = (_packed(pair, element) for pair in pairs)
+    return _transposed([_packed(pair, element) for pair in pairs], lane)
+
+
+def _transposed(words: Sequence[ir.Value], lane: ir.Value) -> list[ir.Value]:
+    """Each of four threads has four words -> those that all have at the place of its lane; twice is the identity."""
+    a, b, c, d = words
     odd, upper = _bit(lane, 1), _bit(lane, 2)
     (a, b), (c, d) = _swapped(a, b, odd, 1), _swapped(c, d, odd, 1)
     (a, c), (b, d) = _swapped(a, c, upper, 2), _swapped(b, d, upper, 2)
