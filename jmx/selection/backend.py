@@ -116,6 +116,27 @@ class ProductBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class ActivatedProduct(Protocol):
+    """What a `ProductBackend` has that adds a product with few columns to its outputs inside of the activation."""
+
+    def takes_added(self, problem: Problem, rank: int) -> bool:
+        """Whether it does for a problem that it supports, and so many columns."""
+        ...
+
+    def activated(
+        self, product: ExpertProduct, h: Float[Array, "R W"], inner: Float[Array, "R r"], b: Float[Array, "E N r"]
+    ) -> Float[Array, "R I"]:
+        """The activation of outputs, while tracing.
+
+        Args:
+            product: that of "gate_up".
+            h: its result in bfloat16, as `ProductBackend.product` has it.
+            inner, b: bfloat16; b @ inner of each row, and the bias, are added to h. Rows of b are as the weight's.
+        """
+        ...
+
+
+@runtime_checkable
 class TransposedProduct(Protocol):
     """What a `ProductBackend` has whose gradients are not the reference's."""
 

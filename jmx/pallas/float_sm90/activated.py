@@ -12,11 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from jmx.pallas.float_sm90.blocks import Groups
-from jmx.pallas.float_sm90.config import Launch
+from jmx.pallas.float_sm90.config import Launch, deepest
 from jmx.pallas.float_sm90.product import Tile, finished
 from jmx.pallas.float_sm90.tile import add_columns, add_rows, every_other_eight, store
 from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32
+
+TILES = 128, 3  # columns of a warpgroup's tile, and warpgroups
+
+
+def launch_of(num_cores: int) -> Launch:
+    """How it is launched on so many SMs, with a bfloat16 result."""
+    return Launch(jnp.bfloat16, deepest(*TILES), num_cores)
 
 
 def activated(

@@ -89,7 +89,7 @@ def add_rows(
         lane = arith.remui(thread, constant(4))
         row = arith.addi(first, arith.addi(_times(arith.divui(thread, constant(32)), 16), _row_of_eight(thread)))
         held, words = acc.registers.reshape(-1, 2), ir.VectorType.get((4,), mlir.i32())
-        sums = [[None, None] for _ in held]
+        sums: list[list[Any]] = [[None, None] for _ in held]
         for second in range(2):
             here = arith.minsi(arith.addi(row, constant(8 * second)), arith.subi(end, constant(1)))
             line = arith.muli(mlir.wide(arith.maxsi(here, start)), constant(columns, mlir.i64()))

@@ -183,6 +183,34 @@ class MosaicSm90(LimitedBackend):
             num_cores=environment.core_count or 1,
         )
 
+    def takes_added(self, problem: Problem, rank: int) -> bool:
+        whole = problem.intermediate_size % 8 == 0  # columns that a thread stores
+        return problem.gate_up_order is not None and problem.activation.num_experts is None and rank <= 256 and whole
+
+    def activated(
+        self, product: ExpertProduct, h: Float[Array, "R W"], inner: Float[Array, "R r"], b: Float[Array, "E N r"]
+    ) -> Float[Array, "R I"]:
+        # Importing Pallas takes a second.
+        from jmx.pallas.float_sm90.activated import activated, launch_of
+        from jmx.pallas.float_sm90.blocks import Groups
+        from jmx.pallas.mosaic_sm90.alone import rows_of_tiles
+
+        problem, sorted, experts = product.problem, product.sorted, product.experts
+        order = rows_of_tiles(experts.intermediate_size, str(experts.gate_up_order))
+        bias = experts.take_bias("gate_up", jnp.arange(len(b), dtype=jnp.int32))
+        bias = jnp.zeros((len(b), order.size)) if bias is None else bias[:, order]
+        columns = (*[(0, 0)] * 2, (0, -b.shape[2] % TILE))
+        return activated(
+            h,
+            jnp.pad(inner, columns[1:]),
+            jnp.pad(b[:, order], columns),
+            bias.astype(jnp.float32),
+            Groups.at(sorted.starts, sorted.sizes),
+            in_kernel(problem.activation),
+            launch_of(product.environment.core_count or 1),
+            outputs=experts.intermediate_size,
+        )
+
     def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float32[Array, "R K"]:
         from jmx.pallas.mosaic_sm90 import alone, kernel
 
