@@ -11,6 +11,9 @@ from registers import assert_registers
 from sass import hazards, is_wgmma, parse
 
 import jmx
+from jmx import SwiGLU
+from jmx.pallas.activations import in_kernel
+from jmx.pallas.float_sm90.activated import activated, launch_of
 from jmx.pallas.float_sm90.blocks import Groups
 from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.outer import outer
@@ -64,6 +67,20 @@ def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, out
     assert len(kernels) == len(found) == 3
     for name, kernel in found.items():
         assert_sound(kernel, launches[name].config)
+
+
+@pytest.mark.aot
+def test_what_is_added_inside_the_activation_compiles_into_a_sound_kernel(capfd):
+    shapes = {"h": (1000, 5760), "rows": (1000, 64), "matrices": (32, 5760, 64), "bias": (32, 5760)}
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32 if n == "bias" else jnp.bfloat16) for n, s in shapes.items()]
+    sizes = jax.ShapeDtypeStruct((32,), jnp.int32)
+    launch = launch_of(132)
+
+    def run(starts, sizes, *arrays):
+        return activated(*arrays, Groups.at(starts, sizes), in_kernel(SwiGLU(1.702, 1.0, 7.0)), launch, outputs=2880)
+
+    _, (kernel,) = aot.kernels_for_h200(capfd, run, sizes, sizes, *arrays)
+    assert_sound(kernel, launch.config)
 
 
 @pytest.mark.aot

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from test_grouped_dot import SIZES, assert_close, exact
 
-from jmx import Environment
+from jmx import Environment, SwiGLU
+from jmx.pallas.activations import in_kernel
+from jmx.pallas.float_sm90.activated import activated, launch_of
 from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
 from jmx.pallas.float_sm90.config import Config, Launch, blocks_of_rows, deepest
 from jmx.pallas.float_sm90.outer import outer
@@ -123,3 +125,33 @@ def test_kernels_on_a_gpu(name, dtype, result, warpgroups, rng):
         assert_close(got[:used], drows[:used], bound)
         got = outer(d, rows, Groups.of(sizes), its[1])
         assert_close(got, dweights, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 96, 2880])
+@pytest.mark.parametrize("name", KERNEL_SIZES)
+def test_what_is_added_inside_the_activation_on_a_gpu(name, columns, rng):
+    """Rows of no group hold NaN."""
+    if Environment.probe().compute_capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    sizes = np.array(KERNEL_SIZES[name], np.int32)
+    starts = np.cumsum([0, *(-(-sizes // 8) * 8)], dtype=np.int32)
+    width = -(-columns // 64) * 128
+    h, rows = (jnp.asarray(rng.standard_normal((starts[-1] + 8, n)), jnp.bfloat16) for n in (width, 128))
+    groups = np.repeat(np.arange(sizes.size), sizes)
+    used = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
+    unused = np.setdiff1d(np.arange(len(h)), used)
+    h, rows = (array.at[unused].set(jnp.nan) for array in (h, rows))
+    matrices = jnp.asarray(0.1 * rng.standard_normal((sizes.size, width, 128)), jnp.bfloat16)
+    bias = jnp.asarray(rng.standard_normal((sizes.size, width)), jnp.float32)
+    launched = (
+        Groups.at(jnp.asarray(starts[:-1]), jnp.asarray(sizes)),
+        in_kernel(SwiGLU(1.702, 1.0, 7.0)),
+        launch_of(jax.devices()[0].core_count),
+    )
+    got = activated(h, rows, matrices, bias, *launched, outputs=columns)[used]
+    exact = [np.asarray(array, np.float32) for array in (rows, matrices)]
+    more = np.stack([exact[1][group] @ exact[0][row] for row, group in zip(used, groups, strict=True)])
+    total = (np.asarray(h[used], np.float32) + more + bias[groups]).reshape(len(used), -1, 2, 8)
+    gate, up = (total[:, :, i].reshape(len(used), -1)[:, :columns] for i in range(2))
+    assert_close(got, np.asarray(SwiGLU(1.702, 1.0, 7.0)(gate, up)), "bfloat16")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jmx.engines.expert_rows import Rows
+from jmx.numerics.formats import precision
 from jmx.util.typing import Array, Float, Int32
-from jmx.xla.dot import precision
 
 
 class Factors(NamedTuple):
