@@ -5,10 +5,11 @@
     python benchmarks/attention.py --systems jmx,cudnn --cases "deepseek-v3 step"
 
 Each system runs in a process of its own. All of them compile at first, at the same time; then one after the other
-checks its results against float32 and is timed, on the same card. A process that prints nothing for a while is
-killed, and its other cases have no times. A case is the attention of one layer, several different layers a call, so
-that keys and values do not come from a cache. Its floor is the larger of its bytes at the rate of a copy, and its flops
-at that of a dense product, measured in the same run.
+checks its results against float32 and is timed, on the same card. A process that prints nothing for a while is killed,
+and its other cases have no times. A case is the attention of one layer, several different layers a call, so that keys
+and values do not come from the GPU's cache (24 layers of one row over 1024 tokens fit into it), and several passes over
+the layers a call, so that the host is not what takes the time. Its floor is the larger of its bytes at the rate of a
+copy, and its flops at that of a dense product, measured in the same run.
 """
 
 import argparse

@@ -28,7 +28,9 @@ from jmx.perf.machine import seconds
 
 REPEATS, LEAST = 3, 0.02  # samples of a time, and seconds of each
 COLD = 128e6  # bytes that a call reads at least, of several layers' keys and values, more than a cache holds
-LAYERS = (2, 12)
+LAYERS = (2, 24)
+CALL = 1.5e-3  # seconds that a call lasts at least, by a floor's estimate: the host needs a tenth of that for a call
+RATES = (4e12, 5e14, 4e-6)  # bytes and flops a second, and seconds that kernels take at least, for that estimate
 TOLERANCE = 0.02  # relative error of results
 QUERIES = 24  # of a prompt, whose results are checked
 POOL = 1 << 30  # random numbers that all inputs are slices of
@@ -39,7 +41,7 @@ class Program(NamedTuple):
 
     Args:
         draw: the random numbers -> arguments of each layer, and the inputs of the last layer's first row.
-        run: these arguments -> each layer's result.
+        run: these arguments -> each layer's result, of the last of `passes_of` passes.
         inspect: these results -> whether all are finite, and the first row's last one, float32.
     """
 
@@ -55,6 +57,13 @@ def layers_of(case: Case) -> int:
     return max(least if case.bytes < 1e9 else 1, min(most, int(-(-COLD // case.bytes))))
 
 
+def passes_of(case: Case) -> int:
+    """How many times a call runs its layers."""
+    byte_rate, flop_rate, least = RATES
+    layer = max(case.bytes / byte_rate, case.flops / flop_rate, least)
+    return max(1, int(CALL / (layers_of(case) * layer)))
+
+
 def compile_case(system: str, case: Case) -> Program | str:
     """The program, or why there is none."""
     try:
@@ -65,13 +74,17 @@ def compile_case(system: str, case: Case) -> Program | str:
             inputs = [inputs_of(case, pool, number) for number in range(layers)]
             return [built.arrange(own) for own in inputs], first_row(case, inputs[-1])
 
-        def run(arguments: Any) -> list[jax.Array]:
+        def one_pass(arguments: Any, before: list[jax.Array]) -> list[jax.Array]:
             found: list[jax.Array] = []
             for own in arguments:  # one after the other, as layers are
-                if found:
-                    own, _ = lax.optimization_barrier((own, found[-1]))
+                own, _ = lax.optimization_barrier((own, (found or before)[-1]))
                 found.append(layer(own))
             return found
+
+        def run(arguments: Any) -> list[jax.Array]:
+            shapes = [jax.eval_shape(layer, own) for own in arguments]
+            zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+            return lax.fori_loop(0, passes_of(case), lambda _, found: one_pass(arguments, found), zeros)
 
         def inspect(results: list[jax.Array]) -> Any:
             return jnp.stack([jnp.isfinite(out).all() for out in results]).all(), results[-1][0].astype(jnp.float32)
@@ -117,8 +130,15 @@ def measure(case: Case, program: Program, pool: jax.Array) -> dict[str, Any]:
     if not error < TOLERANCE:
         return {"rel_err": error, "error": "the result is wrong"}
     time, spread = seconds(lambda: program.run(arguments), REPEATS, LEAST)
-    layers = len(arguments)
-    return {"layers": layers, "us": 1e6 * time / layers, "spread": spread, "rel_err": error, "note": program.built.note}
+    layers, passes = len(arguments), passes_of(case)
+    return {
+        "layers": layers,
+        "passes": passes,
+        "us": 1e6 * time / (layers * passes),
+        "spread": spread,
+        "rel_err": error,
+        "note": program.built.note,
+    }
 
 
 def main(system: str, wanted: str) -> None:

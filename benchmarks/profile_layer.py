@@ -3,7 +3,7 @@
 
     python benchmarks/profile_layer.py capture profile.json --model gpt-oss-20b --tokens 16
     python benchmarks/profile_layer.py draw profile.json docs/images/h200-profile.svg
-    python benchmarks/profile_layer.py draw --kernels profile.json docs/images/h200-kernels.svg
+    python benchmarks/profile_layer.py draw --kernels profile.json kernels.svg
 
 `capture` runs a few layers under `jax.profiler`, which names every kernel; and one more layer whose Hopper kernel
 records the `jax.named_scope`s of one CTA, warp by warp, which Pallas writes where `profile_space` asks for it.
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks import kernel_trace
 from jmx import plot
 from jmx.perf import bench, shapes
 from jmx.perf.roofline import require_matplotlib
@@ -126,20 +127,11 @@ def recorded_scopes(folder: str) -> Iterator[None]:
 
 def kernel_events(trace: Sequence[Event]) -> list[Event]:
     """Kernels of the last call in a trace of `jax.profiler`, in order of time, from 0 us."""
-    streams = {
-        (event["pid"], event["tid"])
-        for event in trace
-        if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
-    }
-    found = sorted(
-        (
-            {"name": event["name"], "start": float(event["ts"]), "end": float(event["ts"]) + float(event["dur"])}
-            | {"thread": 0, "scope": event.get("args", {}).get("tf_op", "")}
-            for event in trace
-            if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams
-        ),
-        key=lambda event: event["start"],
-    )
+    found = [
+        {"name": event["name"], "start": float(event["ts"]), "end": float(event["ts"]) + float(event["dur"])}
+        | {"thread": 0, "scope": event.get("args", {}).get("tf_op", "")}
+        for event in kernel_trace.on_device(trace)
+    ]
     gaps = [i for i in range(1, len(found)) if found[i]["start"] - found[i - 1]["end"] > 100]
     return from_zero(found[gaps[-1] if gaps else 0 :])
 

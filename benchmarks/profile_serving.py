@@ -12,11 +12,9 @@ JAX_COMPILATION_CACHE_DIR, the programs that a server has kept there are not com
 """
 
 import argparse
-import gzip
 import json
 import pathlib
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -28,6 +26,7 @@ import jax
 import numpy as np
 
 import jmx
+from benchmarks import kernel_trace
 from jmx.cli import compilation_cache
 from jmx.cli.parser import counts
 from jmx.models import FAMILIES, Sampler, from_source, random_source
@@ -85,19 +84,16 @@ def profile(engine: Engine, vocab_size: int, users: int, steps: int) -> dict[str
     while len(answering) < users:
         answering |= {output.id for output in engine.step()}
     seconds, passes = run(engine, steps)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # recording what the host does would delay it
-    options.host_tracer_level = 1
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
-            _, recorded = run(engine, steps)
-        (trace,) = pathlib.Path(folder).rglob("perfetto_trace.json.gz")
-        events = kernels(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    (_, recorded), trace = kernel_trace.record(lambda: run(engine, steps))
     for user in range(users):
         engine.cancel(user)
     while not engine.is_idle:
         engine.step()
-    return summary(events, recorded) | {"users": users, "steps": passes, "step_ms": round(1e3 * seconds / passes, 3)}
+    return summary(kernel_trace.kernels(trace), recorded) | {
+        "users": users,
+        "steps": passes,
+        "step_ms": round(1e3 * seconds / passes, 3),
+    }
 
 
 def run(engine: Engine, steps: int) -> tuple[float, int]:
@@ -107,21 +103,6 @@ def run(engine: Engine, steps: int) -> tuple[float, int]:
     while engine.statistics.steps < before + steps:
         engine.step()
     return time.perf_counter() - start, engine.statistics.steps - before
-
-
-def kernels(trace: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:
-    """Start and end, in us, and name of what ran on the device in a trace of `jax.profiler`, in order of time."""
-    streams = {
-        (event["pid"], event["tid"])
-        for event in trace
-        if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
-    }
-    found = (
-        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"])
-        for event in trace
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams
-    )
-    return sorted(found)
 
 
 def summary(events: Sequence[tuple[float, float, str]], steps: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jmx.numerics.layouts import Layout
 from jmx.pallas.float_sm90.backend import MosaicFloat
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90, takes_inputs
 from jmx.pallas.mosaic_sm90.layout import LAYOUT as MOSAIC_SM90
-from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
+from jmx.pallas.mosaic_sm90_fp8.backend import MosaicSm90Fp8, multiplies
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT as MOSAIC_SM90_FP8
 from jmx.pallas.triton.backend import Triton
 from jmx.selection.backend import Backend
@@ -88,7 +88,7 @@ def resolve_layout(
     registered_backends()  # and so their layouts
     if check_one_of("layout", layout, ("auto", *sorted(known_layouts.LAYOUTS))) == "auto":
         if environment.compute_capability == (9, 0):
-            if input_format in INPUTS and MOSAIC_SM90_FP8.holds(format):
+            if MOSAIC_SM90_FP8.holds(format) and multiplies(format, input_format):
                 return MOSAIC_SM90_FP8.name
             if takes_inputs(format, input_format) and MOSAIC_SM90.holds(format):
                 return MOSAIC_SM90.name

@@ -209,7 +209,7 @@ def _costs(problem: Problem, environment: Environment, division: Division | None
         return None, None, None, None
     sent, devices = 0, 1
     if division is not None:  # tokens and sizes of a device, and the experts of all, among which tokens choose
-        problem = dataclasses.replace(division.local, num_experts=division.local.num_experts * division.expert_devices)
+        problem = dataclasses.replace(division.local, num_experts=division.local.num_choices, num_routed=None)
         sent, devices = division.bytes_before + division.bytes_after, division.expert_devices
     assert problem.num_tokens is not None
     active, operations = active_experts(problem) / devices, flops(problem) / devices

@@ -26,15 +26,22 @@ from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
-from jmx.routing import NOWHERE, Logits, Routing, as_int32, route
-from jmx.routing.leading import arrays_of, check_routing, flat_routing, slots_of, with_arrays
+from jmx.routing import NOWHERE, Logits, Routing, route
+from jmx.routing.leading import Tokens, check_routing, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
-from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
+from jmx.selection.problem import (
+    WEIGHTS_ON,
+    Problem,
+    check_by_token,
+    check_x,
+    resolve_input_format,
+    with_tokens,
+)
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_bool, check_instance, check_one_of, is_array
-from jmx.util.typing import AnyArray, Array, Bool, Float, Integer, Shaped
+from jmx.util.typing import AnyArray, Array, Bool, Float, Integer
 from jmx.xla import backend as xla
 
 
@@ -96,17 +103,45 @@ def moe(
     check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
     check_bool("save_gate_up", save_gate_up)
     settings = _Settings(activation, weights_on, input_format, backend, save_gate_up)
-    tokens = _Tokens(x, routing, mask)
+    tokens = Tokens(x, routing, mask)
     if split is None and isinstance(experts, Experts | MasterExperts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
         return _divided(tokens, (experts, adapters), settings, split or Split())
+    return _undivided(tokens, (experts, adapters), settings)
+
+
+def moe_of_some(
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts | MasterExperts,
+    num_routed: int,
+    *,
+    adapters: Adapters | None = None,
+    **settings: Any,
+) -> Float[Array, "T H"]:
+    """`moe` of some of the `num_routed` experts among which tokens are routed; ids count from the first of these.
+
+    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts.
+    """
+    call = _Settings(**settings)
+    some = num_routed if num_routed > experts.num_experts else None
+    return _undivided(Tokens(x, routing, None), (experts, adapters), call, some)
+
+
+def _undivided(
+    tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", num_routed: int | None = None
+) -> Float[Array, "*tokens H"]:
+    """`moe` of experts that no mesh divides. `num_routed`: that of `Problem`."""
+    (x, routing, mask), (experts, adapters) = tokens, weights
+    activation, weights_on, input_format, backend, save_gate_up = settings
     beside: Beside = adapters
     if isinstance(experts, MasterExperts):
         if adapters is not None:
             raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for MasterExperts")
         experts, beside, prepared = Rounded.of(experts, input_format, Environment.probe(x, routing, experts))
     else:
+        assert isinstance(experts, Experts)
         prepared = experts
     check_arguments(x, routing, prepared, activation, weights_on)
     if adapters is not None:
@@ -115,7 +150,7 @@ def moe(
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
-    problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted)
+    problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted, num_routed)
     static = _Static(problem, environment, backend, save_gate_up)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
@@ -191,43 +226,14 @@ class _Settings(NamedTuple):
     """Static arguments of `moe`, by their names there."""
 
     activation: Activation
-    weights_on: str
-    input_format: str | None
-    backend: str | None
-    save_gate_up: bool
-
-
-class _Tokens(NamedTuple):
-    """What a call has of each token: x (..., H), its routing, and the mask; see `moe`."""
-
-    x: Any
-    routing: Any
-    mask: Any
-
-    def arrays(self) -> dict[str, Shaped[Any, "..."]]:
-        """The arrays, by name; without those that are no arrays, which are rejected later."""
-        arrays = arrays_of(self.routing) if isinstance(self.routing, Routing | Logits) else {}
-        return {name: array for name, array in {"x": self.x, **arrays, "mask": self.mask}.items() if is_array(array)}
-
-    def for_jit(self) -> "_Tokens":
-        """With expert ids in 32 bits: jit narrows numpy's 64 bits."""
-        if isinstance(self.routing, Logits):
-            return self
-        return self._replace(routing=self.routing._replace(expert_ids=as_int32(self.routing.expert_ids)))
-
-    def divided(self) -> tuple[Any, Any]:
-        """The arrays with axes of tokens, and the routing without them, as `of_parts` takes them."""
-        arrays = arrays_of(self.routing)
-        return (self.x, arrays, self.mask), with_arrays(self.routing, dict.fromkeys(arrays))
-
-    @classmethod
-    def of_parts(cls, by_token: Any, rest: Any) -> "_Tokens":
-        x, arrays, mask = by_token
-        return cls(x, with_arrays(rest, arrays), mask)
+    weights_on: str = "output"
+    input_format: str | None = None
+    backend: str | None = None
+    save_gate_up: bool = False
 
 
 def _divided(
-    tokens: _Tokens, weights: over_mesh.Weights, settings: _Settings, split: Split
+    tokens: Tokens, weights: over_mesh.Weights, settings: _Settings, split: Split
 ) -> Float[Array, "*tokens H"]:
     """`moe` with experts, or their shards, on several devices; or with shards on one."""
     experts, adapters = weights
@@ -244,6 +250,8 @@ def _divided(
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
+    if split.all_names:
+        check_by_token(one, settings.input_format)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)
@@ -276,11 +284,11 @@ def _of_this_device(
     by_token: Any, rest: Any, weights: over_mesh.Weights, *, settings: _Settings, split: Split
 ) -> Float[Array, "*tokens H"]:
     """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
-    (x, routing, mask), (experts, adapters) = _Tokens.of_parts(by_token, rest), weights
+    (x, routing, mask), (experts, adapters) = Tokens.of_parts(by_token, rest), weights
     experts = over_mesh.gathered(split, experts)
     routing = flat_routing(routing, x.shape[:-1], mask)
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
-    on_one = partial(moe, **settings._asdict())
+    on_one = partial(moe_of_some, num_routed=over_mesh.num_routed(split, experts), **settings._asdict())
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     flat = x.reshape(-1, x.shape[-1])
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
@@ -295,7 +303,7 @@ class _Static(NamedTuple):
     save_gate_up: bool
 
 
-def _on_one_device(tokens: _Tokens, weights: tuple[Experts, Beside], static: _Static) -> Float[Array, "*tokens H"]:
+def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Static) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
     experts, beside = weights
     check_not_divided(experts.arrays())
@@ -309,29 +317,30 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel."""
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
-    if not routing_kernel.applies(logits.method, num_tokens, problem.num_experts, environment):
+    biased = logits.correction_bias is not None
+    if not routing_kernel.applies(logits.method, biased, num_tokens, problem.num_experts, environment):
         return route(logits, mask)
     backend = select(problem, environment, static.backend, registered_backends()).backend
     tiling = routing_kernel.tiling_of(backend, problem, environment)
-    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens)
-    return routing_kernel.route_and_group(logits.values, mask, call)
+    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens, biased)
+    return routing_kernel.route_and_group(logits, mask, call)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _on_devices(
-    tokens: _Tokens, weights: tuple[Experts, Beside], static: _Static, split: meshes.TokenSplit
+    tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, split: meshes.TokenSplit
 ) -> Float[Array, "*tokens H"]:
     """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
     def run(by_token: Any, whole: Any) -> Float[Array, "*tokens H"]:
         rest, weights = whole
-        return _on_one_device(_Tokens.of_parts(by_token, rest), weights, static)
+        return _on_one_device(Tokens.of_parts(by_token, rest), weights, static)
 
     by_token, rest = tokens.divided()
     return meshes.over_devices(split, run, by_token, (rest, weights))
 
 
-def _token_split(tokens: _Tokens, experts: Experts) -> meshes.TokenSplit | None:
+def _token_split(tokens: Tokens, experts: Experts) -> meshes.TokenSplit | None:
     """How Explicit mesh axes split the tokens; ValueError if they split anything else."""
     whole = {f"experts.{name}": array for name, array in experts.arrays().items()}
     if isinstance(tokens.routing, Logits):

@@ -252,18 +252,30 @@ def reference(
     x64, y = x.astype(np.float64), np.zeros(x.shape)
     between = x.dtype if case.input_format is not None and x.dtype == jnp.bfloat16 else None
     wanted = np.ones(x.shape[0], bool) if mask is None else np.asarray(mask)
-    for expert in range(case.num_experts):
-        tokens, slots = np.nonzero((np.asarray(routing.expert_ids) == expert) & wanted[:, None])
-        weight = np.asarray(routing.weights, np.float64)[tokens, slots, None]
-        rows = x64[tokens] * (weight if case.weights_on == "input" else 1)
-        h = rounded_inputs(case, rows, x.dtype, 0) @ gate_up[expert].T
-        if weights.gate_up_bias is not None:
-            h += weights.gate_up_bias[expert]
-        out = rounded_inputs(case, activated(case, h), between, 1) @ down[expert].T
+    ids, shares = np.asarray(routing.expert_ids), np.asarray(routing.weights, np.float64)
+    of_expert = [np.nonzero((ids == expert) & wanted[:, None]) for expert in range(case.num_experts)]
+    weight = [shares[its][:, None] for its in of_expert]
+    rows = [
+        x64[tokens] * (w if case.weights_on == "input" else 1) for (tokens, _), w in zip(of_expert, weight, strict=True)
+    ]
+    h = [a @ w.T for a, w in zip(all_rounded(case, rows, x.dtype, 0), gate_up, strict=True)]
+    if weights.gate_up_bias is not None:
+        h = [a + bias for a, bias in zip(h, weights.gate_up_bias, strict=True)]
+    h = all_rounded(case, [activated(case, a) for a in h], between, 1)
+    for expert, (tokens, _) in enumerate(of_expert):
+        out = h[expert] @ down[expert].T
         if weights.down_bias is not None:
             out += weights.down_bias[expert]
-        np.add.at(y, tokens, out * (weight if case.weights_on == "output" else 1))
+        np.add.at(y, tokens, out * (weight[expert] if case.weights_on == "output" else 1))
     return y
+
+
+def all_rounded(case: Case, parts: list[np.ndarray], dtype: Any, product: int) -> list[np.ndarray]:
+    """`rounded_inputs` of the rows of each expert; of all together, if one scale belongs to all of them."""
+    if case.input_format is None or INPUT_FORMATS[case.input_format].by_token:
+        return [rounded_inputs(case, rows, dtype, product) for rows in parts]
+    whole = rounded_inputs(case, np.concatenate(parts), dtype, product)
+    return np.split(whole, np.cumsum([len(rows) for rows in parts])[:-1])
 
 
 def rounded_inputs(case: Case, rows: np.ndarray, dtype: Any, product: int) -> np.ndarray:

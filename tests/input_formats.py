@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.numerics.input_formats import FP8_BLOCK_UE8M0, FP8_STATIC, MXFP4, MXFP8, NVFP4
+from jmx.numerics.input_formats import FP8_BLOCK_UE8M0, FP8_STATIC, FP8_TENSOR, FP8_TOKEN, MXFP4, MXFP8, NVFP4
 
 TINY = np.finfo(np.float32).tiny
 SINGLE = np.float32
@@ -36,6 +36,9 @@ def blocks_of(x, size):
 def reference(x, format, static=None):
     """values and scales of finite `x`. Quotients rounded to float64 and then to float32 are as if rounded once."""
     x = np.asarray(x).astype(np.float64)
+    if format == FP8_TENSOR:
+        values, scales = reference(x.reshape(1, -1), FP8_TOKEN)
+        return values.reshape(x.shape), scales.reshape(())
     blocks = blocks_of(x, shared(format, x.shape[-1]))
     amax = np.nanmax(np.abs(blocks), axis=-1)
     divisor = None

@@ -472,6 +472,8 @@ def _scale(draft: Draft, rng: random.Random) -> None:
     """A scale that is none."""
     shard, name, entry = _entry(draft, rng, lambda name: "scale" in name and "norm" not in name and draft.inner(name))
     dtype, (begin, end) = DTYPES[entry.get("dtype")], shard.span(name)
+    if dtype.kind in "iub" and dtype != np.uint8:  # that another mutation gave it, so it is none already
+        raise IndexError(name)
     what = rng.choice([*_BAD_SCALES])
     if dtype == np.uint8 or (dtype.itemsize == 1 and what != "minus one"):  # of e8m0 all that is bad; e4m3 may be 0
         what, raw = "NaN", b"\xff"

@@ -36,7 +36,9 @@ def _rounded(values):
 
 def _prmt(a, b, selector):
     pool = [(source >> 8 * i) & 0xFF for source in (a, b) for i in range(4)]
-    return sum(pool[int(selector) >> 4 * i & 7] << 8 * i for i in range(4))
+    places = [int(selector) >> 4 * i & 15 for i in range(4)]
+    signs = [(pool[place & 7] >> 7) * 0xFF for place in places]  # which the upper bit of a place asks for
+    return sum((signs[i] if place & 8 else pool[place]) << 8 * i for i, place in enumerate(places))
 
 
 def _lop3(a, b, c, table):

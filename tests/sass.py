@@ -1,8 +1,9 @@
 """Reading SASS, a GPU's machine code, as nvdisasm prints it: are registers left alone that tensor cores still use?
 
-`wgmma`, HGMMA in SASS and QGMMA where it is of FP8, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it.
-Meanwhile the registers of its A operand must not be written, and those of its accumulator not be touched but by other
-such. ptxas ensures that, but has been seen not to where a branch was in between, without a message.
+`wgmma`, HGMMA in SASS, QGMMA where it is of FP8 and IGMMA where it is of integers, runs on after it was issued, until a
+WARPGROUP.DEPBAR waits for it. Meanwhile the registers of its A operand must not be written, and those of its
+accumulator not be touched but by other such. ptxas ensures that, but has been seen not to where a branch was in
+between, without a message.
 """
 
 import re
@@ -59,7 +60,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def is_wgmma(instruction: Instruction) -> bool:
-    return instruction.opcode.startswith(("HGMMA", "QGMMA"))
+    return instruction.opcode.startswith(("HGMMA", "QGMMA", "IGMMA"))
 
 
 def hazards(program: list[Instruction]) -> list[str]:
@@ -122,8 +123,8 @@ def _a(wgmma: Instruction) -> set[int]:
 def _written(instruction: Instruction) -> set[int]:
     opcode, operands = instruction.opcode, instruction.operands
     if is_wgmma(instruction):
-        n, kind = re.findall(r"\.64x(\d+)x\d+\.(F32|F16)", opcode)[0]
-        return _registers(operands[0], int(n) // (2 if kind == "F32" else 4))
+        n, kind = re.findall(r"\.64x(\d+)x\d+\.(F32|F16|S8)", opcode)[0]  # of sums; those of S8 are S32
+        return _registers(operands[0], int(n) // (4 if kind == "F16" else 2))
     if _READERS.match(opcode):
         return set()
     first = next((operand for operand in operands if not _PREDICATE.fullmatch(operand)), "")

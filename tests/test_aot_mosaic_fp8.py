@@ -33,6 +33,15 @@ CASES = [  # weights, inputs, tokens, hidden and intermediate size
     pytest.param("fp8_block", "fp8_block", 2048, 512, 640, id="fp8_block-large", marks=pytest.mark.slow),
     pytest.param("fp8_channel", "fp8_block", 2048, 768, 896, id="fp8_channel-fp8_block", marks=pytest.mark.slow),
     pytest.param("fp8_channel", "fp8_static", 2048, 512, 640, id="fp8_channel-large", marks=pytest.mark.slow),
+    pytest.param("int4_g128", "int8_token", 16, 256, 384, id="int4_g128-int8"),
+    pytest.param("int4_channel", "int8_token", 2048, 512, 640, id="int4_channel-int8-large", marks=pytest.mark.slow),
+    pytest.param("int4_g128", "int8_token", 2048, 640, 768, id="int4_g128-int8-large", marks=pytest.mark.slow),
+    pytest.param("int8_channel", "int8_token", 2048, 768, 896, id="int8_channel-int8-large", marks=pytest.mark.slow),
+    pytest.param("int8_g128", "int8_token", 2048, 896, 1024, id="int8_g128-int8-large", marks=pytest.mark.slow),
+    pytest.param("int4_channel", "fp8_token", 1, 288, 352, id="int4_channel-fp8-few", marks=pytest.mark.slow),
+    pytest.param("int4_channel", "fp8_token", 2048, 640, 768, id="int4_channel-fp8-large", marks=pytest.mark.slow),
+    pytest.param("int4_g128", "fp8_token", 2048, 768, 896, id="int4_g128-fp8-large", marks=pytest.mark.slow),
+    pytest.param("int8_channel", "int8_token", 8, 2048, 2048, id="int8_channel-int8-shared", marks=pytest.mark.slow),
 ]
 
 
@@ -55,7 +64,7 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
     _, kernels = aot.kernels_for_h200(capfd, layer, x, ids, weights, experts)
     config = tuning.config(ENGINE, Problem.of(x, 2, experts, ACTIVATION), H200).config
     row_units = -(-max(hidden, intermediate) // 128)
-    products = [kernel for kernel in kernels if "QGMMA" in kernel.sass]
+    products = [kernel for kernel in kernels if re.search("[QI]GMMA", kernel.sass)]
     assert (len(products), len(kernels)) == ((1, 1) if config.fuse_quantize else (2, 4))  # else after a rounding each
     for kernel in kernels:
         assert "(C75" not in kernel.report, kernel.report  # C7510, C7519 and similar: products that were serialized

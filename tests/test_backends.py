@@ -164,10 +164,14 @@ def test_other_formats_are_all_that_a_backend_takes():
     assert found["mosaic"] == {
         (format, inputs)
         for format, inputs in itertools.product(FORMATS.keys() - {"mxfp8", *unquantized}, (None, *INPUT_FORMATS))
-        if inputs in (None, *by_row) or (inputs != "fp8_block" and not format.endswith("_order"))
+        if inputs in (None, *by_row) or (inputs not in ("fp8_block", "fp8_tensor") and not format.endswith("_order"))
     }
-    floats = ["mxfp4", "fp8_tensor", "fp8_channel", "fp8_block"]
-    assert found["mosaic_fp8"] == {*itertools.product(floats, ["fp8_static", "fp8_token", "fp8_block"])}
+    not_int8 = ["mxfp4", "fp8_tensor", "fp8_channel", "fp8_block", "int4_g128", "int4_channel"]
+    integers = ["int4_g128", "int4_channel", "int8_g128", "int8_channel"]
+    assert found["mosaic_fp8"] == {
+        *itertools.product(not_int8, ["fp8_static", "fp8_tensor", "fp8_token", "fp8_block"]),
+        *itertools.product(integers, ["int8_token"]),
+    }
     assert found["mosaic_float"] == {(format, None) for format in unquantized}
     assert found["xla"] == {*itertools.product(FORMATS, (None, *INPUT_FORMATS))}
     assert {("nvfp4", None), ("int4_g64_asym_order", None)} < found["triton"]

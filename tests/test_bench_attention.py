@@ -28,6 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_cases, "MODELS", MODELS)
     monkeypatch.setattr(attention_worker, "POOL", 1 << 17)
     monkeypatch.setattr(attention_worker, "LAYERS", (2, 2))
+    monkeypatch.setattr(attention_worker, "CALL", 3.5 * 2 * 4e-6)  # three passes
     monkeypatch.setattr(attention_worker, "seconds", lambda call, *_: (call() and 1e-3, 0.0))
 
 
@@ -43,7 +44,8 @@ def test_results_are_checked_and_timed(system: str, case: Case, rng: np.random.G
     assert isinstance(program, attention_worker.Program), program
     pool = jnp.asarray(rng.standard_normal(attention_worker.POOL), jnp.bfloat16)
     row = attention_worker.measure(case, program, pool)
-    assert row["us"] == 500  # one of two layers
+    assert (row["layers"], row["passes"]) == (2, 3)
+    assert row["us"] == pytest.approx(1e3 / 6)
     assert row["rel_err"] < 1e-2
     assert ("no sinks" in row["note"]) == (system == "xla" and case.model == "sinks")
 

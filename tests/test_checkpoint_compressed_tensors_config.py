@@ -186,6 +186,7 @@ def test_older_spellings_of_the_same(tmp_path):
         ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "fp8_token"),
         ({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, "fp8_static"),
         ({"num_bits": 8, "type": "float"}, "fp8_static"),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True}, "fp8_tensor"),
         ({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}, "fp8_block"),
         ({"type": "float", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"}, "mxfp8"),
         ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp4"),
@@ -303,7 +304,7 @@ def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
         ({"num_bits": 4, "strategy": "token", "dynamic": True}, "int4 by token, dynamic"),
         ({"num_bits": 6, "type": "float", "group_size": 32, "dynamic": True}, "float6 by group of 32, dynamic"),
         ({"strategy": "token", "dynamic": True, "symmetric": False}, "asymmetric int8 by token, dynamic"),
-        ({"type": "float", "dynamic": True}, "float8 by tensor, dynamic"),
+        ({"type": "float", "num_bits": 6, "dynamic": True}, "float6 by tensor, dynamic"),
         (
             {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": True},
             "float4 by tensor_group of 16, dynamic",
@@ -718,6 +719,8 @@ DEFAULTS = {
     "input_tensors": {None},
     "type": {"int8_token"},  # an integer
     "num_bits": {"mxfp8"},  # 8
+    "strategy": {"fp8_tensor"},  # one scale, as compressed-tensors infers it
+    "weight_block_size": {"fp8_tensor"},  # likewise, under other names of tensors
     "scale_fmt": {"fp8_block"},
 }
 GOLDEN_CONFIGS = {

@@ -41,7 +41,7 @@ DECLARED: list[tuple[dict[str, Any] | None, str | None]] = [
     (INT8 | {"strategy": "token", "dynamic": True}, "int8_token"),
     (FLOAT8 | GROUPS | {"group_size": 64}, "float8 by group of 64, dynamic"),
     (FLOAT8 | GROUPS | {"group_size": 128, "scale_dtype": "torch.uint8"}, "float8 by group of 128, dynamic, torch.ui"),
-    (FLOAT8 | {"strategy": "tensor", "dynamic": True}, "float8 by tensor, dynamic"),
+    (FLOAT8 | {"strategy": "tensor", "dynamic": True}, "fp8_tensor"),
     (FLOAT8 | {"num_bits": 6, "group_size": 32, "dynamic": True}, "float6 by group of 32, dynamic"),
     (INT8 | {"strategy": "token", "dynamic": True, "symmetric": False}, "asymmetric int8 by token, dynamic"),
     (INT8 | {"strategy": "tensor", "dynamic": False}, "int8 by tensor, static"),
@@ -101,7 +101,7 @@ def test_whatever_inputs_compressed_tensors_declares(tmp_path, name):
         again = read(tmp_path / f"{i} again" / shards.SINGLE)
         assert again.keys() == its.keys()
         assert all(same(array, its[key]) for key, array in again.items())
-    assert loaded == 8 - {"w4a16_channel": 3, "fp8_block_dynamic": 3}.get(name, 0)
+    assert loaded == 9 - {"w4a16_channel": 3, "fp8_block_dynamic": 3}.get(name, 0)
 
 
 MX = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": True}
@@ -121,7 +121,7 @@ def test_whatever_inputs_quark_declares(tmp_path, name):
             (MX, "mxfp4"),
             (PER_CHANNEL | {"ch_axis": 0}, "('fp8_e4m3', 'per_channel', None, None, True, 0)"),
             (MX | {"dtype": "fp6_e2m3"}, "('fp6_e2m3', 'per_group', 32, 'e8m0', True, None)"),
-            ({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": True}, "('fp8_e4m3', 'per_tensor', None"),
+            ({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": True}, "fp8_tensor"),
             ({"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": False}, "('int8', 'per_tensor', None"),
         ]
     ):
@@ -129,7 +129,7 @@ def test_whatever_inputs_quark_declares(tmp_path, name):
         static = declared is not None and not declared["is_dynamic"]
         path = write(tmp_path / str(i), with_inputs(arrays, ["input_scale"] * static), config)
         loaded += assert_loads_or_says_why(path, name, expected)
-    assert loaded == 5
+    assert loaded == 6
 
 
 @pytest.mark.parametrize("place", ["config.json", "text_config", "hf_quant_config.json"])

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 from conftest import SEED
+from respelled_checkpoints import respelled
+from test_checkpoint_compressed_tensors import write as write_tensors
 
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, shards
 from jmx.checkpoint.compressed_tensors.module import Module
@@ -149,6 +152,9 @@ def subjects() -> dict[str, Subject]:
     goldens = [path for path in sorted((DATA / "compressed_tensors").iterdir()) if path.is_dir()]
     goldens += [DATA / "qwen3_moe" / name for name in ("nvfp4", "fp8_block", "w4a16")]
     found = {f"{path.parent.name}_{path.name}": compressed(path) for path in goldens}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (arrays, config) in respelled().items():
+            found[name] = compressed(write_tensors(Path(folder, name), arrays, config))
     found["modelopt_older"] = of_experts(modelopt_older(DATA / "compressed_tensors" / "modelopt_nvfp4"))
     return found | {"gpt_oss": whole(mutations.read(TINY)), "gpt_oss_original": whole(original())}
 

@@ -4,11 +4,13 @@ and float experts in tensors of Qwen3-VL, Llama 4 and Granite."""
 import json
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from float_checkpoints import write as write_floats
 from test_checkpoint_compressed_tensors import LAYER, golden, reader, same, wholes, write
 
+import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
 
@@ -82,6 +84,23 @@ def test_fp8_by_tensor_with_static_inputs(tmp_path, block):
     for role in ("gate_up", "down"):
         np.testing.assert_array_equal(layer.static_scales(role), other.static_scales(role))
     assert all(same(array, wholes(other)[key]) for key, array in wholes(layer).items())
+
+
+@pytest.mark.parametrize("scheme", [{}, {"activation_scheme": "dynamic"}])
+def test_fp8_by_tensor_with_dynamic_inputs(tmp_path, scheme, rng):
+    """As vLLM's `Fp8Config` without blocks: one scale for all tokens, computed from them."""
+    arrays, config = golden("fp8_tensor_dynamic")
+    config["quantization_config"] = {"quant_method": "fp8", "ignored_layers": ["gate"]} | scheme
+    read = compressed_tensors.Reader(write(tmp_path / "dynamic", arrays, config))
+    assert read.layers[LAYER].scheme == Scheme("fp8_tensor", "fp8_tensor", "float-quantized")
+    experts = read.experts(LAYER)
+    assert experts.input_format == "fp8_tensor"
+    x = jnp.asarray(rng.standard_normal((6, experts.hidden_size)), jnp.float32)
+    logits = jnp.asarray(rng.standard_normal((6, experts.num_experts)), jnp.float32)
+    routing = jmx.route(jmx.Logits(logits, jmx.TopKSoftmax(2)))
+    y, many = (jmx.moe(a, routing, experts, activation="silu_and_mul") for a in (x, x.at[0].mul(4)))
+    assert y.shape == x.shape
+    assert not (np.asarray(y[1:]) == np.asarray(many[1:])).all()  # the first token's size moves the scale of all
 
 
 # Algorithms by module

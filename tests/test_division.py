@@ -16,11 +16,14 @@ from jax.sharding import PartitionSpec as P
 import jmx
 import jmx.nnx
 from jmx import cli
+from jmx.backends import registered_backends
 from jmx.parallel import PlacedExperts, Placement
 from jmx.parallel import exchanges as known
 from jmx.parallel.division import Division
 from jmx.selection.costs import PEAKS, Peak, active_experts, flops
+from jmx.selection.environment import Environment
 from jmx.selection.problem import weight_bytes
+from jmx.selection.tuning import Tunable, config
 
 PROBLEM = jmx.Problem(64, 2880, 2880, 128, 4, "bfloat16", "mxfp4", jmx.SwiGLU(), "interleaved", True, "mosaic_sm90")
 MESH = AbstractMesh((2, 4, 2), ("dp", "ep", "tp"))
@@ -84,6 +87,22 @@ def test_costs_are_those_of_one_device() -> None:
     assert found.floor.bound == "memory"
     assert found.floor.us == pytest.approx(found.bytes / 4.8e6)
     assert found.chosen == "mosaic"
+
+
+@pytest.mark.parametrize(
+    "backend", [its for its in registered_backends() if isinstance(its, Tunable)], ids=lambda its: its.name
+)
+def test_kernels_are_those_of_an_expert_with_as_many_rows_in_the_whole_layer(backend: Any) -> None:
+    """A device has all tokens and a part of the experts, each of which gets as many rows as without a mesh."""
+    fields = {"layout": {"mosaic": "mosaic_sm90", "mosaic_fp8": "mosaic_sm90_fp8"}.get(backend.name, "packed")}
+    fields |= {"input_format": "fp8_token"} if backend.name == "mosaic_fp8" else {}
+    environment = Environment("gpu", "NVIDIA H200", (9, 0), 132)
+    for tokens in (4, 64, 256, 1024, 8192):
+        whole = dataclasses.replace(PROBLEM, num_tokens=4 * tokens, **fields)
+        its = Division.of(whole, jmx.Split(expert="ep", tokens="ep"), MESH.shape)
+        assert (its.local.num_tokens, its.local.num_experts, its.local.num_routed) == (4 * tokens, 32, 128)
+        assert config(backend, its.local, environment) == config(backend, whole, environment)
+    assert Division.of(PROBLEM, jmx.Split(tokens="ep"), MESH.shape).local.num_routed is None
 
 
 def test_a_floor_of_links() -> None:

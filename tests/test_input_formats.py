@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -13,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from input_formats import SINGLE, TINY, as_element, reference, shared, worth
+from safetensors.numpy import load_file
 
 from jmx.numerics.input_formats import (
     FAMILIES,
     FP8_BLOCK_UE8M0,
     FP8_STATIC,
+    FP8_TENSOR,
     INPUT_FORMATS,
     INT8_TOKEN,
     MXFP8,
@@ -31,6 +34,8 @@ from jmx.numerics.input_formats import (
 )
 
 pytestmark = pytest.mark.sampled(3)
+
+DATA = Path(__file__).parent / "data"
 
 ALL = [*INPUT_FORMATS.values()]
 DYNAMIC = [format for format in ALL if format.dynamic]
@@ -147,7 +152,8 @@ def test_what_is_quantized_stays_under_the_same_scale(format, x, static):
     """A value divided by its own scale once more is the same element."""
     q = quantize(x, format, static if format.static else None)
     worth = np.asarray(dequantize(q, format)).astype(np.float64).reshape(*SHAPE[:-1], -1, shared(format, K))
-    scale = np.broadcast_to(np.asarray(q.scales).astype(np.float64), worth.shape[:-1] if format.dynamic else ())
+    scale = np.asarray(q.scales).astype(np.float64)
+    scale = np.broadcast_to(scale, worth.shape[:-1] if scale.ndim else ())
     if q.global_scale is not None:
         scale = scale * np.float64(q.global_scale)
     normal = scale >= TINY  # below, the product itself has lost bits
@@ -168,6 +174,7 @@ def test_order_is_preserved(format, x, static):
 # Half a step of the element, relative to the value, and half its least step, in scales.
 BOUNDS = {
     "fp8_static": (2.0**-4, 2.0**-10),
+    "fp8_tensor": (2.0**-4, 2.0**-10),
     "fp8_token": (2.0**-4, 2.0**-10),
     "fp8_block": (2.0**-4, 2.0**-10),
     "fp8_block_ue8m0": (2.0**-4, 2.0**-10),
@@ -221,6 +228,11 @@ def test_what_is_not_finite_shows_and_its_neighbours_stay(rng, format, bad):
     first = 37 // size * size
     x[1, 37] = bad
     q = quantize(x, format, static_for(format))
+    if not format.by_token:
+        assert np.isnan(dequantize(q, format)).all()
+        assert np.isnan(q.scales)
+        assert not np.asarray(q.values).astype(SINGLE).any()
+        return
     assert np.isnan(dequantize(q, format))[1, first : first + size].all()
     if format.dynamic:
         assert np.isnan(np.asarray(q.scales).astype(SINGLE)).sum() == 1
@@ -264,7 +276,10 @@ def test_the_same_bits_under_jit_vmap_and_in_any_shape(rng, format):
     assert_same_bits(jax.jit(quantize, static_argnums=1)(x, format, static), q)
     assert_same_bits(quantize(jnp.asarray(x), format, None if static is None else jnp.asarray(static)), q)
     mapped = jax.vmap(lambda row: quantize(row, format, static))(x)
-    np.testing.assert_array_equal(bits(mapped.values), bits(q.values))
+    if format.by_token:
+        np.testing.assert_array_equal(bits(mapped.values), bits(q.values))
+    else:
+        np.testing.assert_array_equal(bits(mapped.values[1]), bits(quantize(x[1], format, static).values))
     flat = quantize(x.reshape(-1, K), format, static)
     np.testing.assert_array_equal(bits(flat.values).ravel(), bits(q.values).ravel())
     np.testing.assert_array_equal(bits(flat.scales).ravel(), bits(q.scales).ravel())
@@ -278,7 +293,25 @@ def test_the_same_bits_under_jit_vmap_and_in_any_shape(rng, format):
     np.testing.assert_array_equal(bits(added), bits(worth + SINGLE(0.1)))
 
 
-@formats
+def test_a_tensor_has_one_scale_which_all_its_tokens_share(rng):
+    x = rng.standard_normal((5, 3, 40)).astype(jnp.bfloat16)
+    x[3, 1, 7] = -9.5
+    q = quantize(x, FP8_TENSOR)
+    assert q.scales.shape == ()
+    assert q.scales == SINGLE(9.5 / 448)
+    assert_same_bits(q, quantize(x, FP8_STATIC, np.asarray(q.scales)))
+
+
+def test_one_scale_is_what_compressed_tensors_computes():
+    """Scales and elements of `make_inputs.py`, which that package made."""
+    golden = load_file(DATA / "inputs.safetensors")
+    for i in range(len(golden) // 3):
+        q = quantize(golden[f"{i}.x"], FP8_TENSOR)
+        np.testing.assert_array_equal(q.scales, golden[f"{i}.scale"])
+        np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), golden[f"{i}.values"])
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.by_token], ids=lambda format: format.name)
 def test_a_token_does_not_depend_on_the_others(rng, format):
     x = (rng.standard_normal((64, K)) * np.exp(rng.normal(0, 5, (64, 1)))).astype(jnp.bfloat16)
     order = rng.permutation(64)
@@ -319,7 +352,7 @@ def test_every_element_under_scales_of_every_size(rng, format):
         scales = rng.integers(0, 0x7F if format == NVFP4 else 255, (count, 1), np.uint8).view(format.scale_dtype)
     if format == NVFP4:
         global_scale = rng.integers(1, 0x7F800000, (), np.uint32).view(SINGLE)
-    if format == FP8_STATIC:
+    if format in (FP8_STATIC, FP8_TENSOR):
         cases = [QuantizedInputs(values, scale[0]) for scale in scales[:64]]
     else:
         cases = [QuantizedInputs(values, scales, global_scale)]
@@ -451,12 +484,23 @@ def test_static_scales_reach_as_far_as_they_may(format):
 
 def test_the_table_and_what_its_formats_say():
     assert [*INPUT_FORMATS] == [
-        *("fp8_static", "fp8_token", "fp8_block", "fp8_block_ue8m0", "mxfp8", "mxfp4", "nvfp4", "int8_token")
+        *(
+            "fp8_static",
+            "fp8_tensor",
+            "fp8_token",
+            "fp8_block",
+            "fp8_block_ue8m0",
+            "mxfp8",
+            "mxfp4",
+            "nvfp4",
+            "int8_token",
+        )
     ]
     assert all(format.name == name for name, format in INPUT_FORMATS.items())
-    assert [format.largest for format in ALL] == [448, 448, 448, 448, 448, 6, 2688, 127]
+    assert [format.largest for format in ALL] == [448, 448, 448, 448, 448, 448, 6, 2688, 127]
     assert [format.name for format in ALL if format.static] == ["fp8_static", "nvfp4"]
     assert [format.name for format in ALL if not format.dynamic] == ["fp8_static"]
+    assert [format.name for format in ALL if not format.by_token] == ["fp8_tensor"]
     assert len({*ALL}) == len(ALL)  # hashable, as jit's static arguments must be
     with pytest.raises(FrozenInstanceError):
         ALL[0].name = "other"  # pyright: ignore[reportAttributeAccessIssue]

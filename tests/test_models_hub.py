@@ -37,7 +37,12 @@ REPOSITORIES = {  # of the server, by commit
     COMMIT: NEEDED | COPIES,
     OTHER: {"README.md": b"#", "config.json": b"{}"},
 }
-CODES = {"gated": (403, "GatedRepo"), "none": (404, "RepoNotFound"), "private": (401, "RepoNotFound")}
+CODES = {
+    "gated": (403, "GatedRepo"),
+    "none": (404, "RepoNotFound"),
+    "private": (401, "RepoNotFound"),
+    "headless": (404, "RevisionNotFound"),
+}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -250,6 +255,7 @@ def test_a_download_that_was_interrupted_continues(
         ("owner/private", FileNotFoundError, "neither a directory here nor a repository"),
         ("owner/none", FileNotFoundError, "neither a directory here nor a repository"),
         ("owner/tiny@v9", FileNotFoundError, "owner/tiny has no revision 'v9'"),
+        ("owner/headless", FileNotFoundError, "owner/headless has no revision 'main'"),
         ("owner/text", FileNotFoundError, r"has no \*.safetensors on the Hugging Face Hub"),
     ],
 )

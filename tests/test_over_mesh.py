@@ -16,6 +16,7 @@ from model_steps import relative_error
 
 import jmx
 from jmx.parallel import PlacedExperts, Placement, balance
+from jmx.selection.select import select
 
 pytestmark = [
     pytest.mark.costly,
@@ -211,6 +212,36 @@ def test_experts_in_the_slots_of_a_placement(whole: Whole, spare: int, kind: str
             assert alike(jax.jit(run)(whole.x, whole.logits, placed), whole.y)
             assert alike(layer(x, logits, placed.split(mesh, "ep")), whole.y)
         assert layer._cache_size() == 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_single_rank_exchanges_nothing(whole: Whole, exchange: str) -> None:
+    """The kernels of `peer` take two ranks and more."""
+    with jax.set_mesh(mesh_of((8, 1))):
+        split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
+        lowered = jax.jit(partial(run, split=split)).lower(whole.x, whole.logits, whole.experts)
+    text = lowered.as_text()
+    assert not [name for name in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce") if name in text]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_device_knows_among_how_many_experts_tokens_choose(
+    whole: Whole, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or among how many slots: blocks of rows are of that size."""
+    found, mesh = [], mesh_of((2, 4))
+    monkeypatch.setattr(
+        "jmx.layer.select",
+        lambda problem, *rest: found.append((problem.num_experts, problem.num_routed)) or select(problem, *rest),
+    )
+    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange, mesh=mesh)
+    for experts in (whole.experts, PlacedExperts.of(whole.experts, Placement.identity(E, 4, 8)).split(mesh, "ep")):
+        tokens = 16 * (11 + EXCHANGES.index(exchange))  # as no other test has: jit would reuse its traces
+        x, logits = (jax.ShapeDtypeStruct((tokens, size), jnp.float32) for size in (H, E))
+        jax.eval_shape(partial(run, split=split), x, logits, experts)
+    assert {*found} == {(4, 16), (6, 24)}
 
 
 # Transformations

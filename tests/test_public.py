@@ -173,6 +173,7 @@ SHORT = {
     "models.families.mixtral": "each family has a file",
     "models.families.olmoe": "each family has a file",
     "models.families.qwen3_moe": "each family has a file",
+    "numerics.tensor_scales": "the reference and a backend import it",
     "pallas.quiet": "both packages of kernels in Triton import it",
     "parallel.exchanges": "the list of exchanges, each of which imports their protocol",
 }

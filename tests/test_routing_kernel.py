@@ -19,7 +19,19 @@ from jax.sharding import PartitionSpec as P
 import jmx
 import jmx.linen
 import jmx.nnx
-from jmx import Environment, Experts, GroupedTopK, Logits, Problem, ReLU, SigmoidTopK, SoftmaxTopK, TopKSoftmax
+from jmx import (
+    Custom,
+    Environment,
+    Experts,
+    GroupedTopK,
+    Logits,
+    Problem,
+    ReLU,
+    SigmoidTopK,
+    SoftmaxTopK,
+    SqrtSoftplusTopK,
+    TopKSoftmax,
+)
 from jmx.backends import registered_backends
 from jmx.cli import main
 from jmx.engines import grouped
@@ -68,23 +80,37 @@ SHAPES = [  # tokens, experts, slots, and how rows are grouped
 ]
 
 
-@INTERPRETED
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sampled(6)
-def test_the_kernel_computes_its_definition(rng, shape, renormalize, masked):
-    num_tokens, num_experts, top_k, tiling = shape
-    problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k)
+METHODS = {  # of k slots, and whether they have a correction bias
+    "softmax of k": (TopKSoftmax, False),
+    "softmax of all": (lambda k: SoftmaxTopK(k, False), False),
+    "sigmoid": (lambda k: SigmoidTopK(k, False, 2.5), False),
+    "sigmoid and bias": (lambda k: SigmoidTopK(k, True, 2.5), True),
+    "sqrt softplus": (lambda k: SqrtSoftplusTopK(k, True), False),
+}
+GROUPED = [  # DeepSeek-V3's choice and smaller ones; tokens, experts
+    pytest.param(GroupedTopK(8, 8, 4, "sigmoid", True, 2.5), True, 9, 256, id="v3"),
+    pytest.param(GroupedTopK(3, 4, 2, "sigmoid", False), True, 4, 8, id="bias"),
+    pytest.param(GroupedTopK(2, 8, 3, "sigmoid", True), True, 1, 8, id="of one"),
+    pytest.param(GroupedTopK(6, 8, 3, "softmax", False, 16.0), False, 3, 64, id="v2"),
+    pytest.param(GroupedTopK(4, 3, 3, "sqrt_softplus", True), False, 10, 12, id="all groups"),
+]
+
+
+def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts, tiling, masked):
+    problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=num_experts, top_k=method.top_k)
     if tiling is not None and tiling.few_tokens == 0:
         problem = dataclasses.replace(problem, weights_on="input")
-    call = Call(SoftmaxTopK(top_k, renormalize), problem, tiling, num_tokens, interpret=True)
-    kernel = jax.jit(lambda values, mask: routing_kernel.routed(values, mask, call))
-    defined = jax.jit(lambda values, mask: definition(values, mask, call))
+    call = Call(method, problem, tiling, num_tokens, biased, interpret=True)
+    kernel = jax.jit(lambda values, mask, bias: routing_kernel.routed(values, mask, bias, call))
+    defined = jax.jit(lambda *given: definition(*given, call))
     for kind in KINDS:
         values = draw_logits(rng, kind, num_tokens, num_experts)
         mask = rng.random(num_tokens) < 0.7 if masked else None
-        found, expected = kernel(values, mask), defined(values, mask)
+        bias = None
+        if biased:
+            bias = rng.integers(-2, 3, num_experts).astype(np.float32) / 4
+            bias[rng.integers(num_experts)] = rng.choice([np.nan, -np.inf, 0.5])
+        found, expected = kernel(values, mask, bias), defined(values, mask, bias)
         for name, a, b in zip(found._fields, found, expected, strict=True):
             if a is None or b is None:
                 assert a is b, name
@@ -97,9 +123,27 @@ def test_the_kernel_computes_its_definition(rng, shape, renormalize, masked):
                 np.testing.assert_array_equal(a[:real], b[:real], err_msg=f"{name} of {kind}")
 
 
+@INTERPRETED
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(6)
+def test_the_kernel_computes_its_definition(rng, shape, method, masked):
+    num_tokens, num_experts, top_k, tiling = shape
+    make, biased = METHODS[method]
+    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("method", "biased", "num_tokens", "num_experts"), GROUPED)
+@pytest.mark.sampled(3)
+def test_the_kernel_chooses_among_groups(rng, method, biased, num_tokens, num_experts):
+    assert_computes_its_definition(rng, method, biased, num_tokens, num_experts, Tiling(8, 8, 8), False)
+
+
 # In the layer
 
-HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 64, 32, 6, 2
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 64, 32, 8, 2
 
 
 @dataclass(frozen=True)
@@ -150,7 +194,8 @@ def anywhere(monkeypatch):
         return route_and_group(*arguments)
 
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Blockwise(), *registered_backends())))
-    monkeypatch.setattr(routing_kernel, "applies", lambda method, tokens, *_: isinstance(tokens, int) and tokens > 0)
+    tokens = lambda _, __, number, *___: isinstance(number, int) and number > 0  # noqa: E731
+    monkeypatch.setattr(routing_kernel, "applies", tokens)
     monkeypatch.setattr(routing_kernel, "route_and_group", recorded)
     return made
 
@@ -243,6 +288,24 @@ def test_transformations(rng, interpreted, transformation, num_tokens):
 
 
 @INTERPRETED
+@pytest.mark.parametrize("transformation", ["grad", "vmap of grad"])
+def test_transformations_of_biased_groups(rng, interpreted, transformation):
+    x, logits, experts = draw_layer(rng, 6)
+    method, bias = GroupedTopK(TOP_K, 4, 2, "sigmoid", True), rng.normal(size=NUM_EXPERTS).astype(np.float32)
+
+    def at_once(x, logits, experts):
+        return layer(x, Logits(logits, method, bias), experts)
+
+    def apart(x, logits, experts):
+        return layer(x, jmx.route(Logits(logits, method, bias)), experts)
+
+    make = transformed(transformation)
+    found = jax.jit(make(at_once))(x, logits, experts)
+    assert interpreted
+    assert_close(found, jax.jit(make(apart))(x, logits, experts))
+
+
+@INTERPRETED
 def test_second_derivatives_and_forward_mode_are_errors_as_before(rng, anywhere):
     x, logits, experts = draw_layer(rng, 1)
 
@@ -287,7 +350,8 @@ def test_changed_ids_have_no_blocks(rng, anywhere):
     problem = dataclasses.replace(PROBLEM, num_tokens=3, num_experts=NUM_EXPERTS, top_k=TOP_K)
     tiling = Tiling(8, 4, 8)
     _, logits, _ = draw_layer(rng, 3)
-    routing = route_and_group(jnp.asarray(logits), None, Call(TopKSoftmax(TOP_K), problem, tiling, 3))
+    method = TopKSoftmax(TOP_K)
+    routing = route_and_group(Logits(jnp.asarray(logits), method), None, Call(method, problem, tiling, 3))
     assert isinstance(routing, GroupedRouting)
     assert routing.work(tiling.of(problem)) is not None
     assert routing.work(Tiling(16, 4, 8).of(problem)) is None
@@ -312,25 +376,31 @@ PROBLEM = Problem(
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("method", "num_tokens", "num_experts", "machine", "expected"),
+    ("method", "num_tokens", "num_experts", "machine", "biased", "expected"),
     [
-        (TopKSoftmax(4), 1, 128, "h200", True),
-        (SoftmaxTopK(8, True), 64, 128, "a100", True),
-        (SoftmaxTopK(8, False), 64, 128, "b200", True),
-        (TopKSoftmax(4), 256, 32, "h200", True),
-        (TopKSoftmax(4), 257, 32, "h200", False),
-        (TopKSoftmax(4), 65, 128, "h200", False),
-        (TopKSoftmax(4), 0, 128, "h200", False),
-        (TopKSoftmax(4), None, 128, "h200", False),
-        (TopKSoftmax(4), 1, 128, "cpu", False),
-        (TopKSoftmax(9), 1, 128, "h200", False),
-        (SigmoidTopK(4, True), 1, 128, "h200", False),
-        (GroupedTopK(4, 4, 2, "softmax", True), 1, 128, "h200", False),
-        (OtherSoftmax(4), 1, 128, "h200", False),
+        (TopKSoftmax(4), 1, 128, "h200", False, True),
+        (SoftmaxTopK(8, True), 64, 128, "a100", False, True),
+        (SoftmaxTopK(8, False), 64, 128, "b200", False, True),
+        (TopKSoftmax(4), 256, 32, "h200", False, True),
+        (TopKSoftmax(4), 257, 32, "h200", False, False),
+        (TopKSoftmax(4), 65, 128, "h200", False, False),
+        (TopKSoftmax(4), 0, 128, "h200", False, False),
+        (TopKSoftmax(4), None, 128, "h200", False, False),
+        (TopKSoftmax(4), 1, 128, "cpu", False, False),
+        (TopKSoftmax(9), 1, 128, "h200", False, False),
+        (SigmoidTopK(4, True), 1, 128, "h200", True, True),
+        (SqrtSoftplusTopK(4, True), 1, 128, "h200", False, True),
+        (SqrtSoftplusTopK(4, True), 1, 128, "h200", True, False),
+        (GroupedTopK(8, 8, 4, "sigmoid", True), 32, 256, "h200", True, True),
+        (GroupedTopK(8, 8, 4, "softmax", True), 32, 256, "h200", True, False),
+        (GroupedTopK(4, 5, 2, "softmax", True), 1, 160, "h200", False, False),
+        (GroupedTopK(4, 5, 5, "softmax", True), 1, 160, "h200", False, True),
+        (Custom(4, lambda logits: (logits, logits)), 1, 128, "h200", False, False),
+        (OtherSoftmax(4), 1, 128, "h200", False, False),
     ],
 )
-def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, expected):
-    assert applies(method, num_tokens, num_experts, Environment.named(machine)) == expected
+def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, biased, expected):
+    assert applies(method, biased, num_tokens, num_experts, Environment.named(machine)) == expected
 
 
 @pytest.mark.every_case
@@ -339,7 +409,8 @@ def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, expec
     [
         (16, "h200", "top_k_softmax", True),
         (16, "h200", "softmax_top_k", True),
-        (16, "h200", "sigmoid_top_k", False),
+        (16, "h200", "sigmoid_top_k", True),
+        (16, "h200", "sqrt_softplus_top_k", False),
         (1024, "h200", "top_k_softmax", False),
         (16, "cpu", "top_k_softmax", False),
     ],
@@ -360,14 +431,16 @@ def test_it_is_explained(num_tokens, device, method, used, rng):
     assert lines(jmx.nnx.MoE(*sizes, routing=given, rngs=nnx.Rngs(0)), x) == expected
     assert lines(jmx.linen.MoE(*sizes, routing=method), x) == expected
     problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=128, top_k=4)
-    where = applies(TopKSoftmax(4), num_tokens, 128, Environment.named(device))
+    where = applies(TopKSoftmax(4), False, num_tokens, 128, Environment.named(device))
     assert lines(problem) == ["logits with softmax routing: routed and grouped by one kernel, jmx_route"] * where
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(("model", "used"), [("gpt-oss-120b", True), ("deepseek-v3", False)])
-def test_the_command_knows_the_method_of_a_model(model, used, capsys):
-    assert main(["explain", "--model", model, "--tokens", "8", "--device", "h200"]) == 0
+@pytest.mark.parametrize(
+    ("model", "tokens", "used"), [("gpt-oss-120b", 8, True), ("deepseek-v3", 8, True), ("deepseek-v3", 64, False)]
+)
+def test_the_command_knows_the_method_of_a_model(model, tokens, used, capsys):
+    assert main(["explain", "--model", model, "--tokens", str(tokens), "--device", "h200"]) == 0
     assert ("jmx_route" in capsys.readouterr().out) == used
 
 
@@ -402,7 +475,7 @@ def test_quotients_and_exponentials_are_those_of_xla(tmp_path):
     call = Call(TopKSoftmax(4), problem, Tiling(8, 8, 8), 4)
 
     def calls(*values):
-        return [routing_kernel.routed(its, None, call) for its in values]
+        return [routing_kernel.routed(its, None, None, call) for its in values]
 
     values = [jax.ShapeDtypeStruct((4, 128), jnp.float32)] * 6  # XLA reports launches only if it makes a graph of them
     _, kernels = aot.triton_kernels("h200", tmp_path, "jmx_route", calls, *values)

@@ -109,6 +109,12 @@ def test_markdown_is_read_as_code_hosts_do(text, expected):
     assert markdown.converted(text) == expected
 
 
+def test_options_of_commands_stay_whole():
+    text = "<td><code>--max-users</code> or <code>-q</code>, not <code>a - b</code></td>"
+    whole = text.replace("<code>-", '<code class="option">-')
+    assert markdown.with_whole_options(text) == whole
+
+
 def test_links_of_sources_are_found_outside_code():
     assert "jmx/layer.py" in {*repository.links("docs/internals/structure.md")}
     assert all((ROOT / path).exists() for path in repository.links("README.md"))

@@ -93,7 +93,7 @@ def test_times_are_those_of_the_fewest_and_the_most_tokens(reports):
     assert (cell.source, cell.times) == (support.Source("a device", "small", (1, 64)), (9.876, 1234.5))
     page = support.page(found)
     assert re.search(r"^\| `mxfp4` \|.* yes: 9\.88 / 1234 \(a\) ", page, re.MULTILINE)
-    assert re.search(r"^\| `int8_token` \| `int4_\*` \|.* yes: 5 \(b, `int4_g32`\) ", page, re.MULTILINE)
+    assert re.search(r"^\| `int8_token` \| `int4_\*` but .* \|.* yes: 5 \(b, `int4_g32`\) ", page, re.MULTILINE)
     assert page.count("(a)") == page.count("(b, ") + page.count("(b)") == 2
     assert "* (a) a device, small, 1 / 64 tokens" in page
     assert "* (b) a device, small, 8 tokens" in page
@@ -119,5 +119,5 @@ def test_of_reports_with_as_many_counts_the_latest_goes_before(reports):
 
 def test_without_reports_a_yes_is_a_yes(tmp_path):
     page = support.page(support.measured(tmp_path))
-    assert re.search(r"^\| `mxfp4` \| yes \| no \(1\)( *\| yes)+ \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `mxfp4` \| yes \| no \(1\) \| no \(2\)( *\| yes)+ \|$", page, re.MULTILINE)
     assert page.endswith("Nothing yet.\n")

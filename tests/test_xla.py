@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backend_cases import NEITHER, Case, activated, draw_routing, draw_weights, draw_x
+from backend_cases import (
+    NEITHER,
+    Case,
+    activated,
+    assert_agrees,
+    call,
+    draw_routing,
+    draw_weights,
+    draw_x,
+    reference,
+)
 from input_formats import worth
 from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
 
@@ -20,6 +30,7 @@ from jmx.experts import check_sizes
 from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS
 from jmx.selection.problem import resolve_input_format
+from jmx.xla import backend as xla
 from jmx.xla.backend import Xla
 
 pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
@@ -94,6 +105,9 @@ def test_it_runs_everywhere(device, dtype):
 # Input formats
 
 
+BY_TOKEN = [name for name, format in input_formats.INPUT_FORMATS.items() if format.by_token]
+
+
 def rounded(a, name, scale):
     return worth(np.asarray(a, np.float32), input_formats.INPUT_FORMATS[name], scale)
 
@@ -142,14 +156,61 @@ def assert_inputs_are_rounded(rng, name, **sizes):
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("name", input_formats.INPUT_FORMATS)
+@pytest.mark.parametrize("name", BY_TOKEN)
 def test_inputs_are_rounded_before_each_product(name, tokens, rng):
     y, plain = assert_inputs_are_rounded(rng, name, tokens=tokens, hidden=128, intermediate=128, format="nvfp4")
     assert np.linalg.norm(y - plain) > 5e-3 * np.linalg.norm(y)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("ids", ["anywhere", "one_expert"])
+def test_one_scale_for_all_tokens(tokens, weights_on, ids, rng):
+    """Of those that experts multiply, and no others; a token's result then depends on them."""
+    sizes = {"tokens": tokens, "hidden": 96, "intermediate": 160, "num_experts": 5, "format": "fp8_tensor"}
+    case = Case(top_k=3, input_format="fp8_tensor", weights_on=weights_on, ids=ids, **sizes)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    x *= np.exp2(rng.integers(-3, 3, (tokens, 1)))
+    nowhere = ((routing.expert_ids < 0) | (routing.expert_ids >= 5)).all(axis=1)
+    x[nowhere] *= 1e6
+    y = call("xla", case, weights.experts(case), x, routing)
+    assert_agrees("xla", case, y, reference(case, weights, x, routing))
+    x[np.argmax(~nowhere)] *= np.where(nowhere.all(), 1, np.nan)
+    assert np.isnan(call("xla", case, weights.experts(case), x, routing))[~nowhere].all()
+
+
+def test_no_split_has_one_scale_for_all_tokens(rng):
+    case = Case(num_experts=4)
+    experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)
+    split = jmx.Split(expert="ep", mesh=jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1]))
+    for given, asked in ((experts, "fp8_tensor"), (experts.with_inputs("fp8_tensor"), None)):
+        with pytest.raises(ValueError, match=r"`input_format` \(='fp8_tensor'\) must be one of .* several devices"):
+            jmx.moe(jnp.asarray(x), routing, given, activation=case.activation, split=split, input_format=asked)
+
+
+def test_gradients_pass_the_rounding_to_one_scale(rng):
+    """As those of a layer with static scales of the same size."""
+    case = Case(tokens=20, hidden=96, intermediate=64, input_format="fp8_tensor", format="int8_channel")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+    problem = Problem.of(jnp.asarray(x), 2, experts, case.activation, "output", "fp8_tensor")
+    own = jmx.Routing(jnp.asarray(routing.expert_ids), jnp.asarray(routing.weights))
+    static = xla._with_static_scales(problem, jnp.asarray(x), own, experts)[-1]
+    assert static.gate_up_input_scale == np.abs(x).max() / np.float32(448)
+
+    def gradients(experts, name):
+        def loss(x, shares):
+            given = jmx.Routing(jnp.asarray(routing.expert_ids), shares)
+            y = jmx.moe(x, given, experts, activation=case.activation, input_format=name, backend="xla")
+            return (y**2).sum()
+
+        return jax.grad(loss, (0, 1))(jnp.asarray(x), jnp.asarray(routing.weights))
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(experts, "fp8_tensor"), gradients(static, "fp8_static"))
+
+
 SIZES = {256: 160, 160: 1, 96: 256, 100: 96, 1: 100}  # each as H, and as I
-PAIRS = [*itertools.product(input_formats.INPUT_FORMATS, SIZES)]
+PAIRS = [*itertools.product(BY_TOKEN, SIZES)]
 
 
 def whole_block(name):

@@ -54,8 +54,8 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Links the pages that docstrings name."""
-    return api.with_links_to_pages(html) if page.file.src_uri.startswith("api/") else html
+    """Links the pages that docstrings name, and keeps options whole."""
+    return markdown.with_whole_options(api.with_links_to_pages(html) if page.file.src_uri.startswith("api/") else html)
 
 
 def on_post_build(config: Any) -> None:

@@ -27,3 +27,8 @@ def _with_space_before_lists(text: str) -> str:
             lines.append("")
         lines.append(line)
     return "\n".join(lines)
+
+
+def with_whole_options(html: str) -> str:
+    """Gives options of commands, such as `--name`, a class that keeps them whole: lines may break after hyphens."""
+    return re.sub(r"<code>(--?\w[\w-]{,24})</code>", r'<code class="option">\1</code>', html)

@@ -15,6 +15,7 @@ _COPIES = ("*/*", "consolidated*.safetensors")
 
 _ERRNO = re.compile(r"\[Errno -?\d+\] ")
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
+_DEFAULT = "main"  # the revision of a name without one
 
 
 def find(name: str | os.PathLike[str]) -> Path:
@@ -100,7 +101,7 @@ def _explained(error: Exception, name: str, repository: str, revision: str | Non
         (
             errors.RevisionNotFoundError,
             FileNotFoundError,
-            f"{repository} has no revision {revision!r} on the Hugging Face Hub",
+            f"{repository} has no revision {revision or _DEFAULT!r} on the Hugging Face Hub",
         ),
         (
             errors.LocalEntryNotFoundError,  # that of an incomplete snapshot, too

@@ -12,7 +12,8 @@ Kernels and checkpoint tools differ in details. Here all formats follow the same
   ties to even both times. It is never a product with a reciprocal, whose last bit may differ.
 * Elements saturate. Zeros keep their sign if the element dtype has one.
 * NaN or infinity among elements that share a dynamic scale makes that scale NaN and these elements 0. With a static
-  scale only (`fp8_static`) it makes the one element NaN. Products of that token are then NaN.
+  scale only (`fp8_static`) it makes the one element NaN. Products of that token are then NaN, and in `fp8_tensor`,
+  whose tokens share one scale, those of all.
 """
 
 import warnings
@@ -58,7 +59,12 @@ class InputFormat:
     @property
     def dynamic(self) -> bool:
         """Whether scales are computed from the elements."""
-        return self.block_size != "tensor"
+        return not self.static or self.block_size != "tensor"
+
+    @property
+    def by_token(self) -> bool:
+        """Whether what becomes of a token does not depend on other tokens."""
+        return self.static or self.block_size != "tensor"
 
     @property
     def largest(self) -> float:
@@ -100,6 +106,7 @@ _E4M3, _E2M1 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float4_e2m1fn)
 _F32, _E8M0 = np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu)
 
 FP8_STATIC = InputFormat("fp8_static", _E4M3, "tensor", _F32, static=True)
+FP8_TENSOR = InputFormat("fp8_tensor", _E4M3, "tensor", _F32)
 FP8_TOKEN = InputFormat("fp8_token", _E4M3, "row", _F32)
 FP8_BLOCK = InputFormat("fp8_block", _E4M3, 128, _F32, short_block=True)
 FP8_BLOCK_UE8M0 = InputFormat("fp8_block_ue8m0", _E4M3, 128, _E8M0, short_block=True)
@@ -110,13 +117,14 @@ INT8_TOKEN = InputFormat("int8_token", np.dtype(np.int8), "row", _F32)
 
 INPUT_FORMATS: dict[str, InputFormat] = {
     format.name: format
-    for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, FP8_BLOCK_UE8M0, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
+    for format in (FP8_STATIC, FP8_TENSOR, FP8_TOKEN, FP8_BLOCK, FP8_BLOCK_UE8M0, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
 }
 
 # Names for requests without a variant. Variants that are only dynamic come first, as they need no calibration; among
-# these, those with finer scales come later, as they work with fewer weight formats.
+# these, those with finer scales come later, as they work with fewer weight formats, and then the one in which a token's
+# result depends on the others.
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "fp8": ("fp8_token", "fp8_block", "fp8_block_ue8m0", "fp8_static"),
+    "fp8": ("fp8_token", "fp8_block", "fp8_block_ue8m0", "fp8_tensor", "fp8_static"),
     "fp4": ("mxfp4", "nvfp4"),
     "int8": ("int8_token",),
 }
@@ -134,6 +142,8 @@ def quantize(
 
     * `fp8_static`: `static_scale`. compressed-tensors (`lifecycle/forward.py`, static strategy "tensor") and vLLM
       (`static_scaled_fp8_quant`, which multiplies by the reciprocal).
+    * `fp8_tensor`: amax / 448 of the whole tensor. compressed-tensors (dynamic strategy "tensor") and vLLM
+      (`dynamic_scaled_fp8_quant`, which multiplies by the reciprocal).
     * `fp8_token`: amax / 448. compressed-tensors (strategy "token"; floor 2^-23) and vLLM
       (`dynamic_per_token_scaled_fp8_quant`; floor 1 / (448 * 512), which costs rows below 2^-9 precision).
     * `fp8_block`: amax / 448; the last block may be short. DeepGEMM (`per_token_cast_to_fp8`; amax at least 1e-4, and
@@ -174,6 +184,9 @@ def quantize(
         return QuantizedInputs(q.values, q.scales)
     if format.scale_dtype == _E8M0:
         return _quantize_by_powers_of_two(x, format)
+    if format == FP8_TENSOR:
+        q = _quantize_dynamic(x.reshape(1, -1), None, FP8_TOKEN)
+        return QuantizedInputs(q.values.reshape(x.shape), q.scales.reshape(()))
     return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
 
 
@@ -333,13 +346,14 @@ def dequantize(q: QuantizedInputs, format: InputFormat) -> Float32[Array, "*lead
 @partial(jax.jit, static_argnums=1)
 def _dequantize(q: QuantizedInputs, format: InputFormat) -> Float32[Array, "*lead K"]:
     bits, scale = _float32_bits(q.values), _float32_bits(q.scales)
-    if format.dynamic:
+    by_block = format.block_size != "tensor"
+    if by_block:
         bits, scale = _in_blocks(bits, format), scale[..., None]
     product = rounding.times(bits & 0x7FFFFFFF, scale)
     if q.global_scale is not None:  # value times scale is exact: six significant bits at most
         product = rounding.times(product, _float32_bits(q.global_scale))
     signed = lax.bitcast_convert_type(jnp.where(bits < 0, product | -0x80000000, product), jnp.float32)
-    return _out_of_blocks(signed, q.values.shape) if format.dynamic else signed
+    return _out_of_blocks(signed, q.values.shape) if by_block else signed
 
 
 def _float32_bits(x: Shaped[Array, "*shape"]) -> Int32[Array, "*shape"]:

@@ -69,7 +69,8 @@ class Division:
         intermediate = problem.intermediate_size
         if shards > 1:
             intermediate = shard_size(intermediate, format, problem.input_format, shards)
-        parts = {"num_tokens": num_tokens * ranks, "num_experts": local_experts, "intermediate_size": intermediate}
+        parts: dict[str, Any] = {"num_tokens": num_tokens * ranks, "num_experts": local_experts}
+        parts |= {"intermediate_size": intermediate, "num_routed": experts if local_experts < experts else None}
         itemsize = jnp.dtype(problem.dtype).itemsize
         call, before, after, chosen, trail = None, 0, 0, None, ()
         if ranks > 1:

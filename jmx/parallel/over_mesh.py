@@ -140,8 +140,12 @@ def total_experts(split: Split, experts: AnyExperts) -> int:
     """The number of experts of all devices, without copies."""
     if isinstance(experts, PlacedExperts):
         return experts.placement.num_experts
-    ranks = prod(lax.axis_size(name) for name in split.names("expert")) if split.is_manual() else 1
-    return num_experts(experts) * ranks
+    return num_routed(split, experts) if split.is_manual() else num_experts(experts)
+
+
+def num_routed(split: Split, experts: AnyExperts) -> int:
+    """Experts, or slots, of all devices, inside `jax.shard_map`, where `experts` are those of one."""
+    return num_experts(experts) * prod(lax.axis_size(name) for name in split.names("expert"))
 
 
 def expert_specs(split: Split, experts: AnyExperts, sizes: Mapping[str, int] | None = None) -> Any:
@@ -247,7 +251,8 @@ def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnEx
         return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first))
 
     mine = jnp.asarray(own.num_experts * _index(split.names("expert")), jnp.int32), own.arrays
-    if split.exchanged and x.shape[0] > 0:  # collectives take no empty arrays
+    ranks = prod(lax.axis_size(name) for name in split.exchanged)
+    if (ranks > 1 or split.chunks > 1) and x.shape[0] > 0:  # collectives take no empty arrays
         here = Here(local, mine, _first_experts(split, own.num_experts))
         call = _call(split, x, routing, own)
         y = choose(call, split.exchange).exchange.apply(call, x, routing, here)

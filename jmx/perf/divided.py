@@ -24,10 +24,9 @@ from jax.sharding import PartitionSpec as P
 from jmx import meshes
 from jmx.backends import resolve_layout
 from jmx.experts import Experts, ShardedExperts
-from jmx.layer import moe
+from jmx.layer import moe, moe_of_some
 from jmx.numerics import formats
-from jmx.parallel import Split
-from jmx.parallel.over_mesh import expert_specs
+from jmx.parallel import Split, over_mesh
 from jmx.perf.shapes import Shape, draw_logits
 from jmx.routing import Logits, Routing, route
 from jmx.selection.environment import Environment
@@ -121,7 +120,7 @@ class Layers:
         return whole, ShardedExperts.of(packed, count).prepare(self.layout)
 
     def _shardings(self, split: Split, experts: AnyWeights) -> Any:
-        specs = expert_specs(split, experts, self.mesh.shape)
+        specs = over_mesh.expert_specs(split, experts, self.mesh.shape)
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda its: isinstance(its, P))
 
 
@@ -162,12 +161,13 @@ def run_experts(
             parts, expert = _parts(experts), split.names("expert")
             first = parts[0].num_experts * lax.axis_index(expert) if expert else 0
             mine = Routing(ids - first, routed)
-            call = partial(moe, activation=shape.activation, input_format=shape.input_format)
-            x = x + STEP * sum(call(x, mine, part) for part in parts)
+            num_routed = over_mesh.num_routed(split, experts)
+            call = partial(moe_of_some, activation=shape.activation, input_format=shape.input_format)
+            x = x + STEP * sum(call(x, mine, part, num_routed) for part in parts)
         return x[None]
 
     kept = tuple(name for name in split.names("tokens") if name not in split.exchanged) or None
-    specs = [expert_specs(split, experts) for experts in weights]
+    specs = [over_mesh.expert_specs(split, experts) for experts in weights]
     every = P(tuple(mesh.axis_names))
     run = jax.shard_map(here, mesh=mesh, in_specs=(P(kept), P(None, kept), specs), out_specs=every)
     return run(x, logits, weights)

@@ -1,15 +1,15 @@
-"""The routing of a call whose tokens have any leading axes: its arrays, checks, and the same as (T, k)."""
+"""The tokens of a call, with any leading axes: the arrays of their routing, checks, and the same as (T, k)."""
 
 import dataclasses
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jmx.routing.logits import Logits, route
 from jmx.routing.routing import NOWHERE, Routing, as_int32, check_mask, validate
-from jmx.util.checks import check_array
+from jmx.util.checks import check_array, is_array
 from jmx.util.typing import AnyArray, Bool, Shaped
 
 
@@ -61,3 +61,32 @@ def arrays_of(routing: Routing | Logits) -> dict[str, Shaped[Any, "..."]]:
 def with_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing | Logits:
     """The same with other arrays, by name."""
     return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
+
+
+class Tokens(NamedTuple):
+    """What a call has of each token: x (..., H), its routing, and the mask; see `jmx.moe`."""
+
+    x: Any
+    routing: Any
+    mask: Any
+
+    def arrays(self) -> dict[str, Shaped[Any, "..."]]:
+        """The arrays, by name; without those that are no arrays, which are rejected later."""
+        arrays = arrays_of(self.routing) if isinstance(self.routing, Routing | Logits) else {}
+        return {name: array for name, array in {"x": self.x, **arrays, "mask": self.mask}.items() if is_array(array)}
+
+    def for_jit(self) -> "Tokens":
+        """With expert ids in 32 bits: jit narrows numpy's 64 bits."""
+        if isinstance(self.routing, Logits):
+            return self
+        return self._replace(routing=self.routing._replace(expert_ids=as_int32(self.routing.expert_ids)))
+
+    def divided(self) -> tuple[Any, Any]:
+        """The arrays with axes of tokens, and the routing without them, as `of_parts` takes them."""
+        arrays = arrays_of(self.routing)
+        return (self.x, arrays, self.mask), with_arrays(self.routing, dict.fromkeys(arrays))
+
+    @classmethod
+    def of_parts(cls, by_token: Any, rest: Any) -> "Tokens":
+        x, arrays, mask = by_token
+        return cls(x, with_arrays(rest, arrays), mask)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jmx.routing.routing import Routing, as_int32, validate
-from jmx.routing.top_k import assign, mask_groups
+from jmx.routing.top_k import assign, mask_groups, weigh
 from jmx.util import pytrees
 from jmx.util.checks import check_bool, check_callable, check_finite, check_instance, check_int, check_one_of, shown
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer
@@ -101,6 +101,10 @@ class _ScoreTopK(Method):
         ids, weights = assign(logits, correction_bias, self.top_k, self.scoring, renormalize=self.renormalize)
         return ids, weights * self.routed_scaling_factor
 
+    def weigh(self, logits: Float32[Array, "T E"], ids: Int32[Array, "T k"]) -> Float32[Array, "T k"]:
+        """The weights of ids that the method chose."""
+        return weigh(logits, ids, self.scoring, renormalize=self.renormalize) * self.routed_scaling_factor
+
 
 @dataclass(frozen=True)
 class SigmoidTopK(_ScoreTopK):
@@ -173,6 +177,10 @@ class GroupedTopK(Method):
             options["mask"] = partial(mask_groups, self.num_groups, self.topk_groups, best_of_group)
         ids, weights = assign(logits, correction_bias, self.top_k, self.scoring, **options)
         return ids, weights * self.routed_scaling_factor
+
+    def weigh(self, logits: Float32[Array, "T E"], ids: Int32[Array, "T k"]) -> Float32[Array, "T k"]:
+        """The weights of ids that the method chose."""
+        return weigh(logits, ids, self.scoring, renormalize=self.renormalize) * self.routed_scaling_factor
 
 
 @dataclass(frozen=True)

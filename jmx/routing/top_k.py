@@ -37,23 +37,51 @@ def assign(
         renormalize: whether the k weights are divided by their sum.
         mask: sets the keys of experts that may not be chosen to -inf.
     """
-    largest = jnp.finfo(jnp.float32).max
-    usable = logits > -jnp.inf  # false for NaN too
-    logits = jnp.minimum(jnp.where(usable, logits, -largest), largest)
-    scores = _softmax(logits, usable) if scoring == "softmax" else _SCORES[scoring][0](logits)
+    logits, usable = _bounded(logits)
+    scores = _scores(logits, usable, scoring)
 
     # Without a bias the logits order the experts as the scores do, and still do where scores round to equal numbers.
     keys = lax.stop_gradient(logits if correction_bias is None else scores + correction_bias)
     keys = mask(jnp.where(usable & (keys > -jnp.inf), keys, -jnp.inf))
     best, ids = _top_k(keys, top_k)
     chosen = best > -jnp.inf
-
-    if renormalize:  # a softmax of log scores divides by their sum, also where all of them underflow
-        log_scores = logits if scoring == "softmax" else _SCORES[scoring][1](logits)
-        weights = _softmax(jnp.take_along_axis(log_scores, ids, axis=-1), chosen)
-    else:
-        weights = jnp.where(chosen, jnp.take_along_axis(scores, ids, axis=-1), 0)
+    weights = _weigh(logits, scores, ids, chosen, scoring, renormalize)
     return jnp.where(chosen, ids, NOWHERE), weights
+
+
+def weigh(
+    logits: Float32[Array, "T E"], ids: Int32[Array, "T k"], scoring: str, *, renormalize: bool
+) -> Float32[Array, "T k"]:
+    """The weights of `assign` (T, k) for ids that it chose."""
+    logits, usable = _bounded(logits)
+    chosen = ids != NOWHERE
+    return _weigh(logits, _scores(logits, usable, scoring), jnp.where(chosen, ids, 0), chosen, scoring, renormalize)
+
+
+def _bounded(logits: Float32[Array, "T E"]) -> tuple[Float32[Array, "T E"], Bool[Array, "T E"]]:
+    """Finite logits, and which of them may be chosen."""
+    largest = jnp.finfo(jnp.float32).max
+    usable = logits > -jnp.inf  # false for NaN too
+    return jnp.minimum(jnp.where(usable, logits, -largest), largest), usable
+
+
+def _scores(logits: Float32[Array, "T E"], usable: Bool[Array, "T E"], scoring: str) -> Float32[Array, "T E"]:
+    return _softmax(logits, usable) if scoring == "softmax" else _SCORES[scoring][0](logits)
+
+
+def _weigh(
+    logits: Float32[Array, "T E"],
+    scores: Float32[Array, "T E"],
+    ids: Int32[Array, "T k"],
+    chosen: Bool[Array, "T k"],
+    scoring: str,
+    renormalize: bool,
+) -> Float32[Array, "T k"]:
+    if not renormalize:
+        return jnp.where(chosen, jnp.take_along_axis(scores, ids, axis=-1), 0)
+    # A softmax of log scores divides by their sum, also where all of them underflow.
+    log_scores = logits if scoring == "softmax" else _SCORES[scoring][1](logits)
+    return _softmax(jnp.take_along_axis(log_scores, ids, axis=-1), chosen)
 
 
 def sqrt_softplus(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -45,6 +45,7 @@ class Problem:
         layout: name of the weights' layout.
         weights_on: whether routing weights multiply the experts' "output" or "input".
         adapters: whether the experts have adapters, see `jmx.lora`.
+        num_routed: the experts among which tokens are routed, if these are some of them; None: these.
 
     Raises:
         ValueError, TypeError: a field that is not as above.
@@ -65,6 +66,7 @@ class Problem:
     input_format: str | None = None
     padded_from: tuple[int, int] | None = None
     adapters: bool = False
+    num_routed: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_tokens is not None:
@@ -72,6 +74,8 @@ class Problem:
         sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
         for name, size in sizes.items():
             self._set(name, check_int(name, size, least=1))
+        if self.num_routed is not None:
+            self._set("num_routed", check_int("num_routed", self.num_routed, least=self.num_experts))
         self._set("top_k", check_int("top_k", self.top_k, least=0))
         check_str("dtype", self.dtype)
         self._set("dtype", check_dtype("dtype", self.dtype, jnp.floating).name)
@@ -99,11 +103,12 @@ class Problem:
         weights_on: str = "output",
         input_format: str | None = None,
         adapters: bool = False,
+        num_routed: int | None = None,
     ) -> "Problem":
         """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`.
 
         `input_format`: a format or a family that the caller requests, or None; see `input_formats.resolve`.
-        `adapters`: whether these experts have adapters.
+        `adapters`: whether these experts have adapters. `num_routed`: of how many experts these are some.
         """
         check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
         tokens: int | None = 1
@@ -127,6 +132,7 @@ class Problem:
             input_format=resolve_input_format(experts, input_format),
             padded_from=(experts.hidden_size, experts.intermediate_size) if padded else None,
             adapters=adapters,
+            num_routed=num_routed,
         )
 
     def without_padding(self) -> "Problem":
@@ -138,6 +144,11 @@ class Problem:
         return dataclasses.replace(self, **sizes, padded_from=None)
 
     @property
+    def num_choices(self) -> int:
+        """Experts among which tokens are routed: an expert gets num_tokens top_k / num_choices rows on average."""
+        return self.num_experts if self.num_routed is None else self.num_routed
+
+    @property
     def on_input(self) -> bool:
         """Whether routing weights multiply the experts' input."""
         return self.weights_on == "input"
@@ -145,12 +156,13 @@ class Problem:
     def __str__(self) -> str:
         tokens = {None: "a symbolic number of tokens", 1: "1 token"}.get(self.num_tokens, f"{self.num_tokens} tokens")
         sizes = self.hidden_size, self.intermediate_size
+        experts = f"{self.num_choices} experts" + ("" if self.num_routed is None else f", {self.num_experts} of them")
         h, i = (
             f"{size}" if size == its else f"{size} (padded to {its})"
             for size, its in zip(self.padded_from or sizes, sizes, strict=True)
         )
         return (
-            f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={h}, I={i}, "
+            f"{tokens}, top-{self.top_k} of {experts}, H={h}, I={i}, "
             f"{self.format} ({self.layout}) x {self.input_format or self.dtype}"
             f"{', with adapters' if self.adapters else ''}"
         )
@@ -192,6 +204,17 @@ def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
             "`experts.with_inputs`"
         )
     return name
+
+
+def check_by_token(experts: Experts, wanted: str | None) -> None:
+    """Raises ValueError if inputs have one dynamic scale for all tokens, of which no device has all.
+
+    `wanted`: as of `resolve_input_format`.
+    """
+    name = resolve(experts.input_format, wanted, (None, *INPUT_FORMATS))
+    if name is not None and not INPUT_FORMATS[name].by_token:
+        known = [name for name, format in INPUT_FORMATS.items() if format.by_token]
+        raise ValueError(f"`input_format` (={name!r}) must be one of {known} where several devices run a call")
 
 
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -104,11 +104,12 @@ Entries = dict[Key, Entry]
 def shape_class(problem: Problem) -> str:
     """What configurations depend on in `problem`, except its number of tokens, as written in tables.
 
-    Biases, the order of rows and the activation cost the same with all configurations, and are left out.
+    Biases, the order of rows and the activation cost the same with all configurations, and are left out. Some of the
+    experts among which tokens are routed count as all of them: each gets as many rows.
     """
     gate = "gated" if problem.gate_up_order is not None else "ungated"
     inputs = problem.input_format or f"{8 * jnp.dtype(problem.dtype).itemsize}-bit"
-    sizes = f"E={problem.num_experts} k={problem.top_k} H={problem.hidden_size} I={problem.intermediate_size}"
+    sizes = f"E={problem.num_choices} k={problem.top_k} H={problem.hidden_size} I={problem.intermediate_size}"
     return f"{sizes} {gate} {problem.format} {inputs}"
 
 

@@ -13,7 +13,7 @@ EQUIVALENTS: dict[str, tuple[str, str]] = {
     "marlin": ("mosaic", "on Hopper, and 'triton' on Ampere and Ada"),
     "batched_marlin": ("mosaic", "on Hopper, and 'triton' on Ampere and Ada"),
     "triton_unfused": ("mosaic", "on Hopper, and 'triton' on Ampere and Ada"),
-    "humming": ("mosaic", "and with FP8 inputs 'mosaic_fp8'"),
+    "humming": ("mosaic", "and with 8-bit inputs 'mosaic_fp8'"),
     "deep_gemm": ("mosaic_fp8", "with input_format='fp8_block'"),
     "deepgemm_mxfp4": ("mosaic_fp8", "with input_format='fp8_block'"),
     "flashinfer_cutlass": ("cutlass", "which has to be built: jmx build cutlass"),

@@ -19,27 +19,40 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import activations, grouping
+from jmx import activations
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import ROLES, Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.gate_up import split_gate_up
+from jmx.numerics.tensor_scales import largest_of_rows
 from jmx.routing import Routing
 from jmx.selection.backend import ExpertProduct
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
-from jmx.xla import dot
+from jmx.xla import dot, tensor_scales
 from jmx.xla.grouped_dot import grouped_dot
+from jmx.xla.steps import (
+    Step,
+    StepWeights,
+    activation_dtype,
+    block_sizes,
+    compute_dtype,
+    inputs_of_down,
+    loop,
+    packed_for_loop,
+    round_inputs,
+    scatter_add,
+)
 
 _MAX_COPIED = 8  # assignments whose weights may be copied at a time
 
@@ -69,7 +82,7 @@ class Xla(LimitedBackend):
 
     def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R N"]) -> Float[Array, "R K"]:
         if not product.experts.format.is_float:
-            rows = rows.astype(_compute_dtype(product.problem))
+            rows = rows.astype(compute_dtype(product.problem))
             return product_of_rows(product, rows, jnp.float32, transposed=True)
         zeros = jnp.zeros((rows.shape[0], product.experts.spec(product.role).shape[1]), jnp.float32)
         return _float_product(product, zeros)[1](rows.astype(jnp.float32))[0]
@@ -85,14 +98,6 @@ class Xla(LimitedBackend):
         return split_gate_up(result, problem.gate_up_order)
 
 
-class _Step(NamedTuple):
-    """C blocks of M rows, which one step of the loop computes. Rows past the end of a block have number R, or T."""
-
-    experts: Int32[Array, " C"]
-    assignments: Int32[Array, "C M"]
-    tokens: Int32[Array, "C M"]
-
-
 def _is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether each assignment reads its expert's weights separately.
 
@@ -101,94 +106,16 @@ def _is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
     return num_tokens * top_k <= 4 * num_experts
 
 
-def _block_sizes(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
-    """Rows per block (M), and blocks per step (C).
-
-    A block dequantizes its expert once, so blocks can hold somewhat more than an expert's average rows. With few
-    rows a step costs more than its products, so several blocks share a step; memory holds the weights of one step.
-    """
-    share = -(-num_tokens * top_k // num_experts)
-    block_m = min(1024, max(8, 1 << (2 * share - 1).bit_length()))
-    return block_m, 4 if block_m <= 64 else 2 if block_m <= 256 else 1
-
-
-def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any], init: Any) -> Any:
-    """Folds `body` over the blocks of a routing (T, k), C blocks per step."""
-    num_tokens, top_k = routing.expert_ids.shape
-    num_assignments = num_tokens * top_k
-    block_m, num_blocks = _block_sizes(num_tokens, top_k, num_experts)
-    groups = grouping.group(routing.expert_ids, num_experts)
-    blocks = grouping.split_groups(groups.sizes, num_assignments, block_m)
-    bound = blocks.experts.size
-
-    def step(first: Int32[Array, ""], carry: Any) -> Any:
-        index = first + jnp.arange(num_blocks)
-        inside = (index < blocks.num_blocks)[:, None]
-        index = jnp.minimum(index, bound - 1)  # past the end: the last block's expert, without rows
-        rows = blocks.x_rows[index][:, None] + jnp.arange(block_m)
-        inside &= jnp.arange(block_m) < blocks.counts[index][:, None]
-        assignments = jnp.where(inside, groups.order[jnp.where(inside, rows, 0)], num_assignments)
-        return body(_Step(blocks.experts[index], assignments, assignments // top_k), carry)
-
-    _, carry = lax.while_loop(
-        lambda state: state[0] < blocks.num_blocks,
-        lambda state: (state[0] + num_blocks, step(*state)),
-        (jnp.int32(0), init),
-    )
-    return carry
-
-
-def _compute_dtype(problem: Problem) -> Any:
-    return jnp.bfloat16 if problem.dtype == "bfloat16" and problem.input_format is None else jnp.float32
-
-
-def _round_inputs(problem: Problem, experts: Experts, role: str, a: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
-    """The inputs of a product, rounded to the input format if there is one; then float32."""
-    if problem.input_format is None:
-        return a
-    format = input_formats.INPUT_FORMATS[problem.input_format]
-    return input_formats.dequantize(input_formats.quantize(a, format, experts.input_scale(role)), format)
-
-
-class _StepWeights:
-    """The weights of the experts of one step, dequantized where they are used."""
-
-    def __init__(self, experts: Experts, chosen: Int32[Array, " C"], dtype: Any):
-        self._experts, self._chosen, self._dtype = experts, chosen, dtype
-
-    def product(self, role: str, a: Float[Array, "C M K"]) -> Float32[Array, "C M N"]:
-        """a (C, M, K) times the role's weight, plus its bias -> float32 (C, M, N)."""
-        y = self.unbiased(role, a)
-        bias = self._experts.take_bias(role, self._chosen)
-        return y if bias is None else y + bias[:, None].astype(jnp.float32)
-
-    def unbiased(self, role: str, a: Float[Array, "C M K"]) -> Float32[Array, "C M N"]:
-        """`product` without the bias."""
-        return self._dot(role, a)
-
-    def transposed(self, role: str, dy: Float[Array, "C M N"]) -> Float32[Array, "C M K"]:
-        """dy (C, M, N) times the transposed weight of the role -> float32 (C, M, K)."""
-        return self._dot(role, dy, transposed=True)
-
-    def _dot(self, role: str, a: Float[Array, "C M in"], transposed: bool = False) -> Float32[Array, "C M out"]:
-        q = self._experts.take(role, self._chosen)
-        return dot.dequantized_dot(a, q, self._experts.format, self._dtype, transposed=transposed)
-
-
-def _packed_for_loop(experts: Experts) -> Experts:
-    """Experts in a layout whose slices are cheap inside a loop."""
-    # On a GPU packing is a bitcast. On a CPU it copies once; float4 arrays would be widened by each slice in the loop.
-    return experts.prepare("packed") if experts.layout == "canonical" else experts
-
-
 def forward(problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
     """x (T, H), routing (T, k) -> y (T, H) of x's dtype. Ids outside 0..E-1 contribute nothing."""
     if routing.expert_ids.size == 0:
         return jnp.zeros_like(x)
+    if tensor_scales.of_tensor(problem):
+        return forward(*_with_static_scales(problem, x, routing, experts))
     num_tokens, top_k = routing.expert_ids.shape
     if num_tokens * top_k <= _MAX_COPIED:
         return _forward_few(problem, x, routing, experts)
-    experts = _packed_for_loop(experts)
+    experts = packed_for_loop(experts)
     few = _is_few(num_tokens, top_k, experts.num_experts)
     if not few or experts.layout != "packed" or experts.format != MXFP4:
         return _forward_many(problem, x, routing, experts)
@@ -228,18 +155,18 @@ def _forward_few(
         experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
 
     def product(role: str, chosen: Int32[Array, " n"], a: Float[Array, "n K"]) -> Float32[Array, "n N"]:
-        a, q = _round_inputs(problem, experts, role, a), experts.take(role, chosen)
+        a, q = round_inputs(problem, experts, role, a), experts.take(role, chosen)
         if experts.format == MXFP4:
             y = dot.fused_dot(a, q)
         else:
-            y = dot.dequantized_dot(a[:, None], q, experts.format, _compute_dtype(problem))[:, 0]
+            y = dot.dequantized_dot(a[:, None], q, experts.format, compute_dtype(problem))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 
     def compute(assignments: tuple[Int32[Array, " n"], Float[Array, "n H"]]) -> Float32[Array, "n H"]:
         chosen, rows = assignments
         h = product("gate_up", chosen, rows)
-        a = activations.apply(problem.activation, h, experts.gate_up_order, chosen).astype(_activation_dtype(x))
+        a = activations.apply(problem.activation, h, experts.gate_up_order, chosen).astype(activation_dtype(x))
         return product("down", chosen, a)
 
     chosen = jnp.where(inside, routing.expert_ids, 0).astype(jnp.int32).reshape(-1)
@@ -265,38 +192,43 @@ def _map_in_chunks(
     return out.reshape(-1, *out.shape[2:])[:n]
 
 
-def _scatter_add(
-    total: Float32[Array, "..."], index: Int32[Array, "C ..."], rows: Float32[Array, "C ..."]
-) -> Float32[Array, "..."]:
-    """Adds rows (C, ...) at index (C, ...), block after block; indices past the end are dropped.
-
-    A token occurs once in a block, but possibly in several blocks of a step, which one scatter would add in any order.
-    """
-    for i, row in zip(index, rows, strict=True):
-        total = total.at[i].add(row, mode="drop")
-    return total
-
-
 def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
     """The layer, one step of blocks at a time."""
-    dtype = _compute_dtype(problem)
+    dtype = compute_dtype(problem)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
 
-    def body(step: _Step, y: Float32[Array, "T H"]) -> Float32[Array, "T H"]:
-        step_weights = _StepWeights(experts, step.experts, dtype)
+    def body(step: Step, y: Float32[Array, "T H"]) -> Float32[Array, "T H"]:
+        step_weights = StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
-        rows = x.at[step.tokens].get(mode="fill", fill_value=0)
-        if problem.on_input:
-            rows = (rows * weight).astype(x.dtype)
-        h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows))
-        a = activations.apply(problem.activation, h, experts.gate_up_order, step.experts)
-        a = a.astype(_activation_dtype(x))
-        out = step_weights.product("down", _round_inputs(problem, experts, "down", a))
+        a = inputs_of_down(problem, x, weight, experts, step, step_weights)
+        out = step_weights.product("down", round_inputs(problem, experts, "down", a))
         if not problem.on_input:
             out *= weight
-        return _scatter_add(y, step.tokens, out)
+        return scatter_add(y, step.tokens, out)
 
-    return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+    return loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+
+
+def _with_static_scales(
+    problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts
+) -> tuple[Problem, Float[Array, "T H"], Routing, Experts]:
+    """A layer whose inputs have one dynamic scale, as one with static scales."""
+    experts = packed_for_loop(experts)
+    weights = routing.weights.astype(jnp.float32).reshape(-1)
+
+    def largest_activation(problem: Problem, experts: Experts) -> Float32[Array, ""]:
+        def body(step: Step, most: Float32[Array, ""]) -> Float32[Array, ""]:
+            step_weights = StepWeights(experts, step.experts, compute_dtype(problem))
+            weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
+            a = inputs_of_down(problem, x, weight, experts, step, step_weights)
+            valid = step.assignments.reshape(-1) < weights.size
+            return jnp.maximum(most, largest_of_rows(a.reshape(valid.size, -1), valid))
+
+        return loop(routing, experts.num_experts, body, jnp.float32(0))
+
+    largest = (lambda problem, _: tensor_scales.largest_token(problem, x, routing)), largest_activation
+    problem, experts = tensor_scales.with_static_scales(problem, experts, largest)
+    return problem, x, routing, experts
 
 
 def product_of_rows(
@@ -304,9 +236,11 @@ def product_of_rows(
 ) -> Float[Array, "R _"]:
     """Rows times their experts' weight, or the transposed one, without the bias, of `dtype`; 0 for all other rows."""
     problem, role, sorted = product.problem, product.role, product.sorted
-    experts = _packed_for_loop(product.experts)
+    experts = packed_for_loop(product.experts)
     num_assignments, num_rows = sorted.row_of.size, rows.shape[0]
-    block_m, num_blocks = _block_sizes(sorted.row_of.shape[0], sorted.row_of.shape[1], experts.num_experts)
+    if tensor_scales.of_tensor(problem) and not transposed:
+        problem, experts = _with_static_scale(product, rows, experts)
+    block_m, num_blocks = block_sizes(sorted.row_of.shape[0], sorted.row_of.shape[1], experts.num_experts)
     blocks = sorted.blocks(block_m, 1)
     width = experts.spec(role).shape[1 if transposed else 0]
 
@@ -319,17 +253,24 @@ def product_of_rows(
         inside = inside[:, None] & (jnp.arange(block_m) < blocks.counts[index][:, None])
         at = jnp.where(inside, at, num_rows)
         taken = rows.at[at].get(mode="fill", fill_value=0)
-        weights = _StepWeights(experts, blocks.experts[index], _compute_dtype(problem))
+        weights = StepWeights(experts, blocks.experts[index], compute_dtype(problem))
         if transposed:
             y = weights.transposed(role, taken)
         else:
-            y = weights.unbiased(role, _round_inputs(problem, experts, role, taken))
+            y = weights.unbiased(role, round_inputs(problem, experts, role, taken))
         return first + num_blocks, out.at[at].set(y.astype(dtype), mode="drop", unique_indices=True)
 
     zeros = jnp.zeros((num_rows, width), dtype)
     if num_assignments == 0:
         return zeros
     return lax.while_loop(lambda state: state[0] < blocks.num_blocks, step, (jnp.int32(0), zeros))[1]
+
+
+def _with_static_scale(product: ExpertProduct, rows: Float[Array, "R K"], experts: Experts) -> tuple[Problem, Experts]:
+    """One product whose inputs have one dynamic scale, as one with a static scale."""
+    largest = largest_of_rows(rows, product.sorted.assignment_of_row >= 0)
+    static = dataclasses.replace(product.problem, input_format=input_formats.FP8_STATIC.name)
+    return static, tensor_scales.with_scale(experts, product.role, largest)
 
 
 def _float_product(
@@ -340,18 +281,15 @@ def _float_product(
     Gradients pass the rounding of rows to an input format straight through.
     """
     problem, role, experts, starts = product.problem, product.role, product.experts, product.sorted.starts
+    if tensor_scales.of_tensor(problem):
+        problem, experts = _with_static_scale(product, rows, experts)
     weights = getattr(experts, role).values
     if experts.index is not None:
         weights = weights[experts.index]
-    rows = _round_inputs(problem, experts, role, rows).astype(_compute_dtype(problem))
+    rows = round_inputs(problem, experts, role, rows).astype(compute_dtype(problem))
     # With the rows between those of experts, which have results that are not read.
     sizes = jnp.diff(starts, append=starts[-1:] + product.sorted.sizes[-1:])
     return jax.vjp(lambda rows, weights: grouped_dot(rows, weights, sizes), rows, weights)
-
-
-def _activation_dtype(x: Float[Array, "..."]) -> Any:
-    """The dtype of activations between the two products."""
-    return jnp.float32 if x.dtype == jnp.float16 else x.dtype
 
 
 def _bias_rows(experts: Experts) -> tuple[int, int]:
@@ -377,7 +315,9 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
     `wanted`: those of weights only of experts without padding, order of columns and index.
     """
     x, routing, experts, _ = primals
-    dtype, num_experts, order = _compute_dtype(problem), experts.num_experts, experts.gate_up_order
+    if tensor_scales.of_tensor(problem) and routing.expert_ids.size:
+        problem, x, routing, experts = _with_static_scales(problem, x, routing, experts)
+    dtype, num_experts, order = compute_dtype(problem), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if asked and bias is not None else None
         for bias, asked, rows in zip(
@@ -388,35 +328,35 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
         jnp.zeros((num_experts, *experts.spec(role).shape), jnp.float32) if getattr(wanted, role) else None
         for role in ROLES
     )
-    experts = _packed_for_loop(experts)
+    experts = packed_for_loop(experts)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
     on_input = problem.on_input
 
     def accumulate(
-        total: Float32[Array, "..."] | None, step: _Step, rows: Float32[Array, "C M N"]
+        total: Float32[Array, "..."] | None, step: Step, rows: Float32[Array, "C M N"]
     ) -> Float32[Array, "..."] | None:
         if total is None:
             return None
         layer = total if experts.index is None else total[experts.index]
-        layer = _scatter_add(layer, step.experts, rows.sum(axis=1))
+        layer = scatter_add(layer, step.experts, rows.sum(axis=1))
         return layer if experts.index is None else total.at[experts.index].set(layer)
 
     def accumulate_products(
-        total: Float32[Array, "E N K"] | None, step: _Step, dout: Float32[Array, "C M N"], inputs: Float[Array, "C M K"]
+        total: Float32[Array, "E N K"] | None, step: Step, dout: Float32[Array, "C M N"], inputs: Float[Array, "C M K"]
     ) -> Float32[Array, "E N K"] | None:
-        return None if total is None else _scatter_add(total, step.experts, dot.outer(dout, inputs, dtype))
+        return None if total is None else scatter_add(total, step.experts, dot.outer(dout, inputs, dtype))
 
-    def body(step: _Step, sums: Gradients) -> Gradients:
-        step_weights = _StepWeights(experts, step.experts, dtype)
+    def body(step: Step, sums: Gradients) -> Gradients:
+        step_weights = StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
-        rows_in = _round_inputs(problem, experts, "gate_up", rows_in)
+        rows_in = round_inputs(problem, experts, "gate_up", rows_in)
         h = step_weights.product("gate_up", rows_in)
         a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order, step.experts), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
         da = step_weights.transposed("down", dout)  # without the routing weight, which is linear and applied below
-        a = _round_inputs(problem, experts, "down", a)
+        a = round_inputs(problem, experts, "down", a)
         if on_input:
             (dh,) = activation_vjp(da)
             drows = step_weights.transposed("gate_up", dh)
@@ -431,7 +371,7 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)
             dout *= weight
         return Gradients(
-            _scatter_add(sums.x, step.tokens, drows),
+            scatter_add(sums.x, step.tokens, drows),
             sums.weights.at[step.assignments].set(dweight, mode="drop", unique_indices=True),
             accumulate(sums.gate_up_bias, step, dh),
             accumulate(sums.down_bias, step, dout),
@@ -441,7 +381,7 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
 
     zeros = (jnp.zeros(shape, jnp.float32) for shape in (x.shape, weights.shape))
     zeros = Gradients(*zeros, *bias_gradients, *weight_gradients)
-    sums = zeros if weights.size == 0 else _loop(routing, num_experts, body, zeros)
+    sums = zeros if weights.size == 0 else loop(routing, num_experts, body, zeros)
     return _with_padding(sums, experts)._replace(
         x=sums.x.astype(x.dtype),
         weights=sums.weights.reshape(routing.weights.shape).astype(routing.weights.dtype),

@@ -52,6 +52,7 @@ STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": GLOBAL}
 # (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs -> input format.
 INPUTS: dict[tuple[Any, ...], str] = {
     ("float", 8, "tensor", None, False, None): "fp8_static",
+    ("float", 8, "tensor", None, True, None): "fp8_tensor",
     ("float", 8, "token", None, True, None): "fp8_token",
     ("float", 8, "group", 128, True, None): "fp8_block",
     ("float", 8, "group", 32, True, "torch.uint8"): "mxfp8",

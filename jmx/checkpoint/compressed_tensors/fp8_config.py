@@ -60,7 +60,7 @@ def parse_fp8(file: Path, place: str, value: Any, expert_dtype: Any = None) -> Q
     ignore = [t for key in _IGNORE for t in targets_of(top, key, top.strings(key, []), parse_module)]
     top.close()
     if block is None:
-        scheme = Scheme("fp8_tensor", "dynamic e4m3 by tensor" if dynamic else "fp8_static", FLOAT_QUANTIZED)
+        scheme = Scheme("fp8_tensor", "fp8_tensor" if dynamic else "fp8_static", FLOAT_QUANTIZED)
     else:
         columns = block[1]
         if not dynamic:

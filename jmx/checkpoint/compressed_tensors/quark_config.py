@@ -22,6 +22,7 @@ _WEIGHTS: dict[tuple[Any, ...], tuple[str, str]] = {
 }
 _INPUTS: dict[tuple[Any, ...], str] = {
     ("fp8_e4m3", "per_tensor", None, None, False, None): "fp8_static",
+    ("fp8_e4m3", "per_tensor", None, None, True, None): "fp8_tensor",
     ("fp8_e4m3", "per_channel", None, None, True, 1): "fp8_token",
     ("fp8_e4m3", "per_group", 32, "e8m0", True, None): "mxfp8",
     ("fp4", "per_group", 32, "e8m0", True, None): "mxfp4",

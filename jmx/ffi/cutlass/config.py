@@ -103,7 +103,7 @@ def faults(tile: Tile, product: str, problem: Problem) -> str | None:
 def heuristic(problem: Problem) -> Config:
     """A configuration for shapes without a table, from the average number of rows per expert in use."""
     assignments = (problem.num_tokens or 1) * problem.top_k
-    average = assignments / min(problem.num_experts, assignments or 1)
+    average = assignments / min(problem.num_choices, assignments or 1)
     tokens = 16 if average <= 16 else 64  # 64 are faster than 32 even for 32 rows per expert: benchmarks/NOTES.md
     tile = Tile(128, tokens, 128, False)
     return Config(tile, tile)

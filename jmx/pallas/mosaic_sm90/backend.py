@@ -23,6 +23,7 @@ from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
@@ -72,12 +73,12 @@ class MosaicSm90(LimitedBackend):
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
-        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
         return heuristic(_tile_bytes(problem), *sizes)
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
         del environment
-        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
         return candidates(_tile_bytes(problem), *sizes)
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
@@ -140,7 +141,8 @@ class MosaicSm90(LimitedBackend):
                 out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
 
     def apply_saving(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
@@ -148,7 +150,7 @@ class MosaicSm90(LimitedBackend):
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import forward
 
-        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_experts)
+        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_choices)
         return forward(problem, Primals(x, routing, experts), config, environment.core_count or 1)
 
     def backward(
@@ -157,7 +159,7 @@ class MosaicSm90(LimitedBackend):
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import backward
 
-        config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
+        config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_choices)
         return backward(problem, primals, dy, wanted, config, environment.core_count or 1)
 
     def has_weight_gradients(self, problem: Problem) -> bool:
@@ -219,7 +221,7 @@ class MosaicSm90(LimitedBackend):
         if scales is not None:
             expert = sorted.expert_of(jnp.arange(rows.shape[0], dtype=jnp.int32))
             rows = rows * scales.at[expert + experts.first_expert].get(mode="promise_in_bounds")
-        config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_experts)
+        config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_choices)
         blocks = sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert)
         result = kernel.one_product(
             padded(rows),

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from jmx import grouping
+from jmx.engines import grouped
 from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import Experts
 from jmx.grouping import Work
@@ -43,7 +44,6 @@ from jmx.pallas.mosaic_sm90.rows import (
     padded,
     rounded,
     sorted_rows,
-    take_pairs,
     tile_order,
 )
 from jmx.pallas.sm90.gemm import Rows
@@ -89,7 +89,7 @@ def backward(
     assert work.token_of_row is not None
     with jax.named_scope("products"):
         h = pass_.gate_up_outputs(x) if h is None else h
-        dout = take_pairs(dy, work.token_of_row)
+        dout = grouped.take_pairs(dy, work.token_of_row)
         da = pass_.transposed("down", dout * pass_.row_scales("down"))
     with jax.named_scope("activation"):
         dh, dweights = pass_.through_activation(h, da)
@@ -97,7 +97,7 @@ def backward(
         drows = pass_.in_order_of_inputs(pass_.transposed("gate_up", dh * pass_.row_scales("gate_up")))
     with jax.named_scope("combine"):
         if problem.on_input:
-            dweights = (drows * take_pairs(x, work.token_of_row).astype(jnp.float32)).sum(-1)
+            dweights = (drows * grouped.take_pairs(x, work.token_of_row).astype(jnp.float32)).sum(-1)
         dx = grouping.combine(drows[None], work, routing.weights if problem.on_input else None)
         rows = work.row_of
         dweights = dweights.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds") + pass_.of_down_bias(dy)

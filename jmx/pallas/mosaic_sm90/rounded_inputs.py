@@ -3,7 +3,8 @@
 bfloat16 has 8 significant bits, and so holds every e4m3, e2m1 and int8 element exactly, and such an element times a
 scale of its block that is a power of two or, for e2m1, an e4m3 number. Scales of whole rows and of the tensor are
 arbitrary float32 numbers: these multiply the sums, in the epilogue. So products are those of the represented values,
-accumulated in float32. Only `fp8_block` does not fit: its scales are float32 and change within a row.
+accumulated in float32. Only `fp8_block` does not fit: its scales are float32 and change within a row. And the one scale
+of `fp8_tensor` is not known until all rows are.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from jmx.numerics import input_formats
 from jmx.numerics.input_formats import INPUT_FORMATS, InputFormat, dequantize, quantize
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32
 
-INPUTS = tuple(name for name in INPUT_FORMATS if name != input_formats.FP8_BLOCK.name)
+INPUTS = tuple(name for name, format in INPUT_FORMATS.items() if format.by_token and format != input_formats.FP8_BLOCK)
 
 
 class RoundedRows(NamedTuple):

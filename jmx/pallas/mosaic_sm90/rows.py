@@ -1,19 +1,21 @@
 """The rows that the kernel reads: rounded inputs, gathered by expert, in the order of their expert's columns."""
 
+from functools import partial
+
 import jax.numpy as jnp
-from jax import lax
 
 from jmx import grouping
 from jmx.engines import grouped
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas import own_rows
 from jmx.pallas.activation.columns import EIGHTS, Order, split
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows, round_rows
 from jmx.pallas.sm90.tiles import TILE
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Int32, Integer, Shaped
+from jmx.util.typing import Array, Float, Int32
 
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 
@@ -50,7 +52,9 @@ def sorted_rows(
     given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
     order = experts.merged().gate_up.order
     if order is None:
-        rows = grouped.gather(problem, given.values, routing, work, take_pairs)
+        of_some = problem.num_routed is not None
+        take = partial(own_rows.take, blocks=work.blocks) if of_some else grouped.take_pairs
+        rows = grouped.gather(problem, given.values, routing, work, take)
     else:
         users = expert_of_eight(routing, experts, work)
         rows = ordered_rows(given.values, work.token_of_row, order, users)
@@ -69,10 +73,3 @@ def expert_of_eight(routing: Routing, experts: Experts, work: Work) -> Int32[Arr
 def padded(rows: Float[Array, "R K"]) -> Float[Array, "R k"]:
     """Rows in bfloat16, with zeros up to whole tiles of columns."""
     return jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE)))
-
-
-def take_pairs(x: Shaped[Array, "T H"], index: Integer[Array, " R"]) -> Shaped[Array, "R H"]:
-    """Rows of x, H even and 16 bits an element. Gathering pairs of columns takes two thirds of the time."""
-    words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
-    rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
-    return rows.reshape(index.size, x.shape[1])

@@ -1,4 +1,4 @@
-"""Backend `mosaic_fp8`: inputs in FP8 on Hopper's FP8 tensor cores, in Pallas Mosaic GPU.
+"""Backend `mosaic_fp8`: inputs of 8 bits on Hopper's 8-bit tensor cores, in Pallas Mosaic GPU.
 
     backend         what it supports, and the layer around the launches
     kernel          the persistent kernel: start here
@@ -6,7 +6,9 @@
     consumer        consumer warpgroups: waits for stages, their release, and the epilogue
     gemm            a GEMM as a thread knows it, and the shared memory
     grouped_gemm    the products of a launch, and their arrays
+    elements        what is multiplied, for each pair of a weight format and an input format
     wgmma, tokens_as_a   products of a unit for one thread
+    decode          operand A of 4-bit elements
     row_scales, staging  scales and biases; results in shared memory
     quantize, quantize_row, fused_quantize   quantization of rows: separate, of one row, within the kernel
     rows            rows in FP8, or not quantized yet

@@ -1,12 +1,12 @@
-"""Backend `mosaic_fp8`: the whole layer on Hopper's FP8 tensor cores, by the persistent kernel in `kernel`.
+"""Backend `mosaic_fp8`: the whole layer on Hopper's 8-bit tensor cores, by the persistent kernel in `kernel`.
 
-Inputs are quantized to e4m3, grouped by expert and multiplied; h is quantized again and multiplied. Each token is
-quantized once and written to the rows of all its experts: by a separate kernel (`quantize`), or for few rows within the
-kernel that multiplies (`fused_quantize`). The combine step sums each token's results with its routing weights in
+Inputs are quantized to e4m3 or int8, grouped by expert and multiplied; h is quantized again and multiplied. Each token
+is quantized once and written to the rows of all its experts: by a separate kernel (`quantize`), or for few rows within
+the kernel that multiplies (`fused_quantize`). The combine step sums each token's results with its routing weights in
 float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,24 +16,51 @@ from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.grouping import Work
-from jmx.numerics import formats, input_formats
+from jmx.numerics import input_formats
+from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.numerics.tensor_scales import scale_of_rows
+from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
+from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.pallas.sm90.config import FEW_TOKENS
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
-from jmx.selection.backend import Rejection
+from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits, hidden_and_intermediate, indivisible
-from jmx.util.typing import Array, Float, Float32
+from jmx.util.typing import Array, Bool, Float, Float32
 
 COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
-INPUTS = (input_formats.FP8_STATIC.name, input_formats.FP8_TOKEN.name, input_formats.FP8_BLOCK.name)
+INPUTS = tuple(
+    format.name
+    for format in (
+        input_formats.FP8_STATIC,
+        input_formats.FP8_TENSOR,
+        input_formats.FP8_TOKEN,
+        input_formats.FP8_BLOCK,
+        input_formats.INT8_TOKEN,
+    )
+)
+
+
+def multiplies(format: Format, input_format: str | None) -> bool:
+    """Whether weights of `format`, one of the layout's, are multiplied with inputs of `input_format`."""
+    return input_format in INPUTS and elements_of(format, INPUT_FORMATS[input_format]) is not None
+
+
+def _pair(problem: Problem) -> Rejection | None:
+    format = FORMATS[problem.format]
+    if multiplies(format, problem.input_format):
+        return None
+    taken = [name for name in INPUTS if multiplies(format, name)]
+    detail = f"{problem.format!r} weights and {problem.input_format!r} inputs are no operands of one 8-bit product"
+    return Rejection(Reason.INPUT_FORMAT, detail, f"input_format={taken[-1]!r}, or prepare them in layout 'auto'")
 
 
 def _sizes(problem: Problem) -> Rejection | None:
@@ -51,11 +78,13 @@ def _sizes(problem: Problem) -> Rejection | None:
 
 @dataclass(frozen=True)
 class MosaicSm90Fp8(LimitedBackend):
-    """The backend for compute capability 9.0 (H100, H200, GH200) and inputs in FP8."""
+    """The backend for compute capability 9.0 (H100, H200, GH200) and inputs of 8 bits."""
 
     name = "mosaic_fp8"
-    summary = "Pallas Mosaic GPU kernels for Hopper's FP8 tensor cores: FP8 and MXFP4 weights, inputs in FP8"
-    limits = Limits.hopper(LAYOUT.name, LAYOUT.formats, INPUTS, checks=(_sizes,))
+    summary = (
+        "Pallas Mosaic GPU kernels for Hopper's 8-bit tensor cores: FP8, MXFP4 and integers, inputs in FP8 or INT8"
+    )
+    limits = Limits.hopper(LAYOUT.name, LAYOUT.formats, INPUTS, checks=(_pair, _sizes))
     config_type = Config
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
@@ -83,17 +112,25 @@ class MosaicSm90Fp8(LimitedBackend):
         from jmx.pallas.sm90.gemm import Rows
 
         assert problem.input_format is not None
-        format = INPUT_FORMATS[problem.input_format]
+        format, one_scale = INPUT_FORMATS[problem.input_format], not INPUT_FORMATS[problem.input_format].by_token
+        format = input_formats.FP8_STATIC if one_scale else format  # once the scale is known
         config = tuning.config(self, problem, environment).config
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as in the reference
 
+        def scaled(rows: InputRows, valid: Callable[[], Bool[Array, " R"]]) -> InputRows:
+            """The rows with the one scale of those that are valid, if they share one."""
+            if not one_scale:
+                return rows
+            return replace(rows, static_scale=scale_of_rows(rows.values[:, : rows.columns], valid())[None])
+
         def unquantized(work: Work) -> InputRows:
             rows = InputRows(x, work.row_of, _scale(experts, "gate_up"), x.shape[-1], format, work.num_rows)
+            rows = rows if problem.on_input else scaled(rows, lambda: (work.row_of >= 0).any(axis=1))
             if work.token_of_row is None:  # few tokens, all of which every block reads
                 return replace(rows, row_of=None, num_rows=x.shape[0])
             if problem.on_input:  # then inputs differ by expert
                 values = grouped.gather(problem, x, routing, work, lambda x, rows: x[rows])
-                return replace(rows, values=values, row_of=None)
+                return scaled(replace(rows, values=values, row_of=None), lambda: _used(work))
             return rows
 
         def both(work: Work) -> Float[Array, "P R H"]:
@@ -123,11 +160,18 @@ class MosaicSm90Fp8(LimitedBackend):
             if config.fuse_quantize:
                 out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
             else:
-                h = replace(h, values=products([gate_up.times(quantize(rows))]))
+                h = scaled(replace(h, values=products([gate_up.times(quantize(rows))])), lambda: _used(work))
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, both, own_rows.combine_of(problem, x.dtype))
+
+
+def _used(work: Work) -> Bool[Array, " R"]:
+    """Whether each row of the results belongs to an assignment."""
+    rows = jnp.where(work.row_of < 0, work.num_rows, work.row_of).reshape(-1)
+    return jnp.zeros(work.num_rows, bool).at[rows].set(True, mode="drop")
 
 
 def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
@@ -136,19 +180,16 @@ def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
 
 
 def _shape(problem: Problem, environment: Environment) -> Shape:
-    decoded, blocks_of_inputs = (
-        problem.format == formats.MXFP4.name,
-        problem.input_format == input_formats.FP8_BLOCK.name,
-    )
-    by_block = blocks_of_inputs or formats.FORMATS[problem.format].block_rows > 1
-    sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+    assert problem.input_format is not None
+    format, inputs = FORMATS[problem.format], INPUT_FORMATS[problem.input_format]
+    elements = elements_of(format, inputs)
+    assert elements is not None
+    blocks_of_inputs = isinstance(inputs.block_size, int)
+    by_block = blocks_of_inputs or elements.by_block
+    sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
-    scales = by_block, blocks_of_inputs and not decoded
+    kind = elements.decoded, elements.exact, elements.coded, by_block, blocks_of_inputs and not elements.decoded
     weighted, num_cores = problem.weights_on == "input", environment.core_count or 1
-    return Shape(_unit_bytes(problem), decoded, *scales, *sizes, tiles, units, num_cores, weighted)
-
-
-def _unit_bytes(problem: Problem) -> int:
-    return unit_bytes(formats.FORMATS[problem.format])
+    return Shape(unit_bytes(format), *kind, *sizes, tiles, units, num_cores, weighted, not inputs.by_token)

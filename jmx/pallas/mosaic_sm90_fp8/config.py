@@ -13,11 +13,13 @@ from jmx.pallas.sm90.config import FEW_TOKENS, MAX_BLOCK_N, SHARED_MEMORY, BaseC
 ROW_BYTES = 128  # bytes of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
 MAX_UNITS = 4  # 512 columns, for which the tensor cores' sums of some 14 bits are precise enough
-MAX_OWN_UNITS = 32  # 4096 columns, up to which `own_sums` may be requested
+MAX_OWN_UNITS = 32  # 4096 columns, up to which `own_sums` may be requested; int32 sums are exact
+_MAX_EXACT_UNITS = 1024  # 2^17 columns, up to which int32 holds sums of products of 8-bit integers
 _UNIT_REGISTERS = 16  # registers of a thread for a decoded unit; sums and totals of a block take one per row
 _SUM_REGISTERS = {3: 112, 4: 72, 5: 56}  # that ptxas finds for these, by warpgroups, if a launch has fewer than 168
 MAX_WIDTH = 128  # rows of a product of e4m3 weights, for which registers hold two totals and one sum
-_MAX_DECODED = 192  # rows of a product of MXFP4 weights: a total, a sum, and two operands
+_MAX_EXACT_STEP = 32  # rows of a product of integers, above which they are multiples of 16
+_MAX_DECODED = 192  # rows of a product of 4-bit weights: a total, a sum, and two operands
 _LARGE_DECODED = 176  # the same without spills
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _STAGED_OF_LARGE = 8192  # bytes of results of large blocks, where stages leave little space
@@ -101,10 +103,9 @@ class Config(BaseConfig):
         """Bytes of shared memory for a tile's results, before they are copied to global memory."""
         return self.block_n * _STAGED_BYTES if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The numbers of rows that the kernel is compiled for."""
-        return widths(self.block_n, self._step)
+    def widths(self, exact: bool) -> tuple[int, ...]:
+        """The numbers of rows that the kernel is compiled for; `exact`: for products of integers."""
+        return tuple(n for n in widths(self.block_n, self._step) if not exact or _is_width_of_integers(n))
 
     @property
     def scales_n(self) -> int:
@@ -147,6 +148,8 @@ class Config(BaseConfig):
         if self.resident_rows and shape.num_tokens > self.warpgroups_m:
             rule = f"must be False for more tokens than `warpgroups_m` (={self.warpgroups_m}), here {shape.num_tokens}"
             raise ValueError(f"`resident_rows` (={self.resident_rows}) {rule}")
+        if self.fuse_quantize and shape.one_scale:
+            raise ValueError(f"`fuse_quantize` (={self.fuse_quantize}) must be False where all rows share a scale")
         # For a row of one unit Pallas makes TMA read that unit in place of the padding after it.
         if self.split_k > 1 and shape.units[1] == 1:
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
@@ -154,11 +157,23 @@ class Config(BaseConfig):
             raise ValueError(f"`warpgroups_k` (={self.warpgroups_k}) must be 1 where a row has one unit of columns")
         if self.own_sums and shape.by_block:
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False where scales belong to 128 columns")
+        if shape.exact and not shape.by_block and not self.own_sums:
+            raise ValueError(f"`own_sums` (={self.own_sums}) must be True for integers with scales of whole rows")
+        if shape.exact and not _is_width_of_integers(self.block_n):
+            rule = f"must be a multiple of 16 above {_MAX_EXACT_STEP} for products of integers"
+            raise ValueError(f"`block_n` (={self.block_n}) {rule}")
         if self.own_sums and not shape.sums_may_be_own:
-            most = MAX_OWN_UNITS * ROW_BYTES
+            most = shape.max_own_units * ROW_BYTES
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False for more than {most} columns")
         if shape.decoded and self.parts_of(self.block_n, decoded=True) > 1:
-            raise ValueError(f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for MXFP4 without `own_sums`")
+            raise ValueError(
+                f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for 4-bit weights without `own_sums`"
+            )
+
+
+def _is_width_of_integers(n: int) -> bool:
+    """Whether `wgmma` multiplies n rows of integers."""
+    return n <= _MAX_EXACT_STEP or n % 16 == 0
 
 
 class Shape(NamedTuple):
@@ -166,17 +181,22 @@ class Shape(NamedTuple):
 
     Args:
         unit_bytes: of a unit of the weight.
-        decoded: whether its elements become e5m2 in registers.
+        decoded: whether its elements become 8 bits in registers.
+        exact: whether sums are int32.
+        fast: whether the tensor cores' own sums are preferred where they are float32.
         by_block: whether scales, of weights or inputs, belong to 128 columns.
         tokens_as_a: whether those of inputs do, and weights are e4m3: then tokens may be operand A.
         num_tokens, top_k, num_experts: of the layer.
         tiles, units: of 64 rows, and of 128 columns, of `gate_up` and `down`.
         num_cores: SMs.
         weighted: whether routing weights multiply inputs, which then differ by expert.
+        one_scale: whether all rows share a dynamic scale, which is known when all of them are there.
     """
 
     unit_bytes: int
     decoded: bool
+    exact: bool
+    fast: bool
     by_block: bool
     tokens_as_a: bool
     num_tokens: int
@@ -186,6 +206,7 @@ class Shape(NamedTuple):
     units: tuple[int, int]
     num_cores: int
     weighted: bool
+    one_scale: bool = False
 
     @property
     def rows(self) -> float:
@@ -202,15 +223,25 @@ class Shape(NamedTuple):
     def block_n(self) -> int:
         """Rows that few experts exceed with random routing: the average and three standard deviations."""
         most = int(self.rows + 3 * sqrt(self.rows))
-        step = 8 if most <= MAX_WIDTH else 16
+        step = 8 if most <= (_MAX_EXACT_STEP if self.exact else MAX_WIDTH) else 16
         # Scales of 128 columns are applied to each unit's sums, in registers, while the next product runs.
         large = self.rows >= _WHOLE_BLOCKS * MAX_BLOCK_N if self.tokens_as_a else not self.by_block
         return min(max(8, -(-most // step) * step), MAX_BLOCK_N if large else MAX_WIDTH)
 
     @property
+    def max_own_units(self) -> int:
+        """Units of a row, up to which `own_sums` is supported."""
+        return _MAX_EXACT_UNITS if self.exact else MAX_OWN_UNITS
+
+    @property
     def sums_may_be_own(self) -> bool:
         """Whether `own_sums` is supported."""
-        return not self.by_block and max(self.units) <= MAX_OWN_UNITS
+        return not self.by_block and max(self.units) <= self.max_own_units
+
+    @property
+    def sums_are_own(self) -> bool:
+        """Whether `own_sums` is required, since sums are exact."""
+        return self.exact and not self.by_block
 
     @property
     def columns_pay_to_share(self) -> bool:
@@ -250,7 +281,7 @@ def deepest(shape: Shape, config: Config) -> Config:
 def heuristic(shape: Shape) -> Config:
     """A configuration for shapes without a tuned one, from the average number of rows of an expert."""
     if shape.block_n > MAX_WIDTH:
-        own_sums = shape.decoded and shape.sums_may_be_own
+        own_sums = shape.sums_are_own or (shape.fast and shape.sums_may_be_own)
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape, _shallow(block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums))
     choices = [
@@ -261,14 +292,15 @@ def heuristic(shape: Shape) -> Config:
     config = _fused(shape, min(choices, key=partial(_cost, shape)))
     if not config.fuse_quantize or config.resident_rows or not shape.columns_pay_to_share:
         return config
-    sharing = _fused(shape, _shallow(shape.block_n, 1, warpgroups_k=_SHARING_WARPGROUPS))
+    sharing = _shallow(shape.block_n, 1, warpgroups_k=_SHARING_WARPGROUPS, own_sums=shape.sums_are_own)
+    sharing = _fused(shape, sharing)
     return sharing if sharing.fuse_quantize else config
 
 
 def _fused(shape: Shape, shallow: Config) -> Config:
     """`deepest`, with quantization fused if warpgroups have few rows to quantize, and with resident rows if these leave
     at least half of the stages."""
-    few = shape.rows_with_padding <= _MAX_FUSED_ROWS * shallow.num_warpgroups * shape.num_cores
+    few = not shape.one_scale and shape.rows_with_padding <= _MAX_FUSED_ROWS * shallow.num_warpgroups * shape.num_cores
     fuse_quantize = few and shallow.block_n <= _MAX_FUSED_BLOCK_N
     config = deepest(shape, replace(shallow, fuse_quantize=fuse_quantize))
     if fuse_quantize and shape.num_tokens <= shallow.warpgroups_m and not shape.weighted:
@@ -289,7 +321,16 @@ def _choices(shape: Shape) -> list[Config]:
     """What the heuristic chooses among, with the fewest stages; the other fields follow from the sizes."""
     splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
     limits = ((m, _SUM_REGISTERS.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
-    return [_shallow(min(shape.block_n, most), m, split_k=split) for m, most in limits for split in splits]
+    own_sums = shape.sums_are_own
+
+    def at_most(rows: int) -> int:
+        return rows if not shape.exact or _is_width_of_integers(rows) else rows // 16 * 16
+
+    return [
+        _shallow(min(shape.block_n, at_most(most)), m, split_k=split, own_sums=own_sums)
+        for m, most in limits
+        for split in splits
+    ]
 
 
 def _cost(shape: Shape, config: Config) -> int:
@@ -309,10 +350,10 @@ def candidates(shape: Shape) -> list[Config]:
     first = heuristic(shape)
     found = [first]
     for make in _small_candidates(shape, first) if first.block_n <= MAX_WIDTH else _large_candidates(shape):
-        try:
-            found.append(make())
-        except ValueError:  # registers or shared memory do not suffice
-            continue
+        with suppress(ValueError):  # registers or shared memory do not suffice
+            config = make()
+            config.check(shape)
+            found.append(config)
     return list(dict.fromkeys(found))
 
 
@@ -323,7 +364,7 @@ def _small_candidates(shape: Shape, first: Config) -> Iterator[Callable[[], Conf
         yield partial(_fused, shape, shallow)
     if n <= 16 and min(shape.units) > 1:
         for m, k in ((1, 3), (1, 4), (1, 5), (2, 2)):
-            yield lambda m=m, k=k: _fused(shape, _shallow(n, m, warpgroups_k=k))
+            yield lambda m=m, k=k: _fused(shape, _shallow(n, m, warpgroups_k=k, own_sums=shape.sums_are_own))
     for more in (-16, -8, 8, 16):
         yield lambda more=more: _fused(shape, replace(first, **changed | {"block_n": n + more}))
     for units in (1, 3, 4):
@@ -343,7 +384,7 @@ def _large_candidates(shape: Shape) -> Iterator[Callable[[], Config]]:
     else:  # with scales of 128 columns, registers do not hold the sums of two parts
         large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
     for n, count in itertools.product((MAX_WIDTH, *large), units):
-        yield lambda n=n, count=count: _fused(shape, _shallow(n, 2, count))
+        yield lambda n=n, count=count: _fused(shape, _shallow(n, 2, count, own_sums=shape.sums_are_own))
     if shape.sums_may_be_own:
         for n, count in itertools.product((176, 208, MAX_BLOCK_N), (2, 4)):
             yield lambda n=n, count=count: _fused(shape, _shallow(n, 2, count, own_sums=True))

@@ -7,7 +7,7 @@ with tokens as operand A in `tokens_as_a`.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.mosaic_sm90_fp8 import fused_quantize, row_scales, staging, tokens_as_a, wgmma
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
-from jmx.pallas.mosaic_sm90_fp8.layout import RESCALE_EXPONENT, value_rows
+from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
 from jmx.pallas.sm90 import accumulator, epilogue
 from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.reduction import RowSums
 from jmx.pallas.sm90.tiles import TILE
-from jmx.util.typing import Array, Bool, Float32, Int32
+from jmx.util.typing import Array, Bool, Float32, Int32, Num
 
 Scalar = Int32[Array, ""]
 Words = tuple[Int32[Array, "128"], Int32[Array, "128"]]  # one of each thread, for its first and its second row
 Slots = tuple[Scalar, Scalar]  # of a unit's weights and of its rows; these are equal unless rows are resident
-Totals = tuple[Float32[Array, "64 n"], ...]
+Totals = tuple[Num[Array, "64 n"], ...]  # float32, or int32 where they are the tensor cores' own sums of integers
 Add = Callable[[Totals, list[Slots]], Totals]
 _FEW_COLUMNS = 64  # up to which scales are held in registers during the mainloop
 _MANY_TOKENS = 96  # rows of a block, above which tokens may be operand A
@@ -94,7 +94,7 @@ def _prologue(gemm: Gemm, turn: Scalar) -> WorkItem:
         None if ref is None else row_scales.load_row_words(ref, product.rows, expert, tile)
         for ref in (operands.channel_scales, operands.bias)
     )
-    if product.decoded:
+    if product.elements.coded:
         channel_scales = row_scales.load_codes(operands.scales, expert, jnp.minimum(tile, product.m_tiles - 1))
     return WorkItem(expert, tile, part, x_row, out_row, count, tokens_are_a, channel_scales, bias)
 
@@ -108,7 +108,7 @@ def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
     following = _prologue(gemm, turn + 1)
     if gemm.config.resident_rows and gemm.product.inputs_are_results:
         _quantize_resident_rows(gemm, item)
-    transposed = partial(for_width, gemm.config.widths, item.num_rows, partial(_multiply, gemm, turn, item))
+    transposed = partial(for_width, gemm.widths, item.num_rows, partial(_multiply, gemm, turn, item))
     if gemm.tokens_may_be_a:
         whole = tuple(range(tokens_as_a.BOTH, gemm.config.block_n + 1, tokens_as_a.BOTH))
         as_a = partial(for_width, whole, item.num_rows, partial(_multiply_by_token, gemm, turn, item))
@@ -149,14 +149,14 @@ def _add_units(gemm: Gemm, turn: Scalar, zeros: Totals, add: Add, at_once: int) 
     return carry[0]
 
 
-def _zeros(n: int) -> Float32[Array, "64 n"]:
-    return plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
+def _zeros(n: int, dtype: Any = jnp.float32) -> Num[Array, "64 n"]:
+    return plgpu.layout_cast(jnp.zeros((TILE, n), dtype), plgpu.Layout.WGMMA)
 
 
 def _adder(gemm: Gemm, wm: Scalar, wk: Scalar | int, width: int) -> Add:
     """A function that adds units to totals and releases their slots: all at once, or each after the next one starts."""
     product, config, stages, pipeline = gemm.product, gemm.config, gemm.shared.stages, gemm.pipeline
-    decoded, size = product.decoded, value_rows(product.format)
+    elements, size = product.elements, value_rows(product.format)
 
     def unit(slots: Slots) -> Stage:
         slot, row_slot = slots
@@ -168,23 +168,23 @@ def _adder(gemm: Gemm, wm: Scalar, wk: Scalar | int, width: int) -> Add:
         )
 
     def add_at_once(totals: Totals, slots: list[Slots]) -> Totals:
-        totals = wgmma.add_units(totals, [unit(one) for one in slots], decoded)
+        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements)
         for slot, _ in slots:
             pipeline.release(slot)
         return totals
 
     def add_in_turn(totals: Totals, slots: list[Slots]) -> Totals:
         (total,) = totals
-        sums = wgmma.start(total if config.own_sums else None, unit(slots[0]), decoded)
+        sums = wgmma.start(total if config.own_sums else None, unit(slots[0]), elements)
         for (slot, _), following in pairwise(slots):
-            sums = wgmma.start(sums, unit(following), decoded)
+            sums = wgmma.start(sums, unit(following), elements)
             accumulator.wait_for_earlier_products()
             pipeline.release(slot)
         total = wgmma.finish(None if config.own_sums else total, sums)
         pipeline.release(slots[-1][0])
         return (total,)
 
-    return add_in_turn if config.own_sums or (decoded and not product.by_block) else add_at_once
+    return add_in_turn if config.own_sums or (elements.decoded and not product.scales_units) else add_at_once
 
 
 def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
@@ -192,8 +192,10 @@ def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
     config, partial_sums = gemm.config, gemm.shared.partial_sums
     wm, wk = gemm.wm, gemm.wk
     add = _adder(gemm, wm, wk, width)
-    num_parts = config.parts_of(width, gemm.product.decoded)
+    elements = gemm.product.elements
+    num_parts = config.parts_of(width, elements.decoded)
     n = width // num_parts
+    dtype = wgmma.sums_dtype(elements) if config.own_sums else jnp.float32  # of totals
 
     def token_scales(part: int) -> Float32[Array, " m"] | None:
         if gemm.x.by_block:
@@ -207,7 +209,7 @@ def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
         with jax.named_scope("epilogue"):
             _epilogue(gemm, item, part, n, token_scales(part) if early is None else early, sums)
 
-    for part, total in enumerate(_add_units(gemm, turn, (_zeros(n),) * num_parts, add, config.units)):
+    for part, total in enumerate(_add_units(gemm, turn, (_zeros(n, dtype),) * num_parts, add, config.units)):
         sums = accumulator.split_rows(total)
         if partial_sums is None:
             finish(part, sums)
@@ -229,7 +231,7 @@ def _epilogue(
         None if ref is None or words is None else row_scales.values_of(words, ref.dtype, n)
         for ref, words in ((operands.channel_scales, item.channel_scales), (operands.bias, item.bias))
     )
-    if product.decoded:
+    if product.elements.coded:
         assert item.channel_scales is not None
         channel_scales = row_scales.powers_of(item.channel_scales, n)
     outs = _finish(gemm, item, sums, channel_scales, bias)
@@ -253,7 +255,7 @@ def _multiply_by_token(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> 
         new = []
         for first, total in zip(mine, totals, strict=True):
             plgpu.barrier_wait(shared.turn_barriers.at[warpgroup])
-            sums = tokens_as_a.multiply(unit, first)
+            sums = tokens_as_a.multiply(unit, first, product.elements)
             plgpu.barrier_arrive(shared.turn_barriers.at[1 - warpgroup])
             new.append(tokens_as_a.add(total, sums, unit, first))
         gemm.pipeline.release(slot)
@@ -278,8 +280,8 @@ def _finish(
 ) -> list[Array]:
     """The outputs for sums; all are per-thread elements of first and of second rows."""
     product, outs = gemm.product, [*sums]
-    if product.decoded:
-        outs = [out * 2.0**-RESCALE_EXPONENT for out in outs]
+    if product.elements.exponent:
+        outs = [out * 2.0**-product.elements.exponent for out in outs]
     if channel_scales is not None:
         outs = [out * row for out, row in zip(outs, channel_scales, strict=True)]
     if bias is not None:

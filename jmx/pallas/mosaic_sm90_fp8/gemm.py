@@ -62,8 +62,8 @@ class SharedMemory(NamedTuple):
         value_stages = (num_stages, tiles, units * value_rows(first.format), values.shape[-1])
         row_slots = config.row_slots(max(product.units for product in products))
         stages = Stage(
-            x=plgpu.SMEM((row_slots, config.block_n, UNIT_COLUMNS), jnp.float8_e4m3fn, transforms=SWIZZLED),
-            values=plgpu.SMEM(value_stages, values.dtype, transforms=() if first.decoded else SWIZZLED),
+            x=plgpu.SMEM((row_slots, config.block_n, UNIT_COLUMNS), first.input_dtype, transforms=SWIZZLED),
+            values=plgpu.SMEM(value_stages, values.dtype, transforms=() if first.elements.decoded else SWIZZLED),
             scales=None if scales is None else plgpu.SMEM((num_stages, tiles, units, scales.shape[-1]), scales.dtype),
             x_scales=plgpu.SMEM((row_slots, 1, config.scales_n), jnp.float32) if by_block else None,
         )
@@ -137,6 +137,11 @@ class Gemm:
         return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of a block's rows that the kernel is compiled for."""
+        return self.config.widths(self.product.elements.exact)
+
+    @property
     def wm(self) -> Int32[Array, ""]:
         """This warpgroup's index along the weight's rows."""
         mine, config = self.warpgroup, self.config
@@ -152,7 +157,7 @@ class Gemm:
     def tokens_may_be_a(self) -> bool:
         """Whether some blocks have tokens as operand A."""
         product, config = self.product, self.config
-        may = product.by_block and not product.decoded and product.split_k == 1 and not config.resident_rows
+        may = product.by_block and not product.elements.decoded and product.split_k == 1 and not config.resident_rows
         return may and config.tokens_may_be_a and product.staged(config) >= TILE
 
     def item(self, turn: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""], Int32[Array, ""]]:

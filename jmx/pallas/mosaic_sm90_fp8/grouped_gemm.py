@@ -1,11 +1,12 @@
 """The products that a launch computes, one after the other."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 
-from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90_fp8.config import Config
+from jmx.pallas.mosaic_sm90_fp8.elements import Elements, elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90.gemm import BaseProduct
@@ -38,15 +39,29 @@ class Product(BaseProduct):
         return not self.inputs.quantized
 
     @property
+    def input_dtype(self) -> Any:
+        """The dtype of quantized inputs."""
+        assert self.inputs is not None
+        return self.inputs.format.element_dtype
+
+    @property
     def by_block(self) -> bool:
         """Whether scales of inputs belong to 128 columns."""
         assert self.inputs is not None
         return self.inputs.by_block
 
     @property
-    def decoded(self) -> bool:
-        """Whether its elements become e5m2 in registers."""
-        return self.format == MXFP4
+    def scales_units(self) -> bool:
+        """Whether sums of each unit are multiplied by scales of their own: of the weight, or of inputs."""
+        return self.by_block or self.elements.by_block
+
+    @property
+    def elements(self) -> Elements:
+        """What is multiplied."""
+        assert self.inputs is not None
+        elements = elements_of(self.format, self.inputs.format)
+        assert elements is not None
+        return elements
 
     @property
     def m_tiles(self) -> int:

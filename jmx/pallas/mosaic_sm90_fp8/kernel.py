@@ -1,8 +1,8 @@
-"""Grouped GEMMs on Hopper's FP8 tensor cores, in one persistent Pallas Mosaic GPU kernel: rows @ weight[expert].T.
+"""Grouped GEMMs on Hopper's 8-bit tensor cores, in one persistent Pallas Mosaic GPU kernel: rows @ weight[expert].T.
 
 As in `mosaic_sm90.kernel`, results are computed transposed: 64 rows of the weight are operand A, and a block of at most
-256 rows of one expert is operand B, in parts if registers do not hold all of its sums. E4M3 weights are read from
-shared memory; MXFP4 weights become e5m2 in registers. Large blocks with scales of 128 columns may be operand A; see
+256 rows of one expert is operand B, in parts if registers do not hold all of its sums. Weights of 8 bits are read from
+shared memory; those of 4 bits become 8 in registers. Large blocks with scales of 128 columns may be operand A; see
 `tokens_as_a`. One CTA per SM strides over work items. One producer warp copies weights and another one rows
 (`producer`) into the pipeline's stages of 128 columns (but see `fused_quantize` for resident rows); one to five
 consumer warpgroups compute (`consumer`). `sm90.pipeline` has the waits for stages and their releases.

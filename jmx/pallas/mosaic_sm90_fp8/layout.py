@@ -1,16 +1,20 @@
-"""The layout `mosaic_sm90_fp8` for Hopper's FP8 tensor cores: e4m3 weights, and MXFP4 weights that become e5m2.
+"""The layout `mosaic_sm90_fp8` for Hopper's 8-bit tensor cores: weights of 8 bits, and of 4 bits that become 8.
 
 A weight (N, K) is divided into units of 64 rows by 128 columns: operand A of four `wgmma.m64nNk32`. Units that are
 adjacent along the columns are stored one after the other.
 
-    e4m3  the rows unchanged, 128 bytes each. TMA swizzles them on the way to shared memory, where wgmma reads them.
-    e2m1  in register order. A thread (warp w, lane l) holds rows 16 * w + l // 4 and the one 8 below, and of each 32
-          columns 4 * (l % 4) + {0..3} and those 16 to the right. For each 32 columns it has a word of 8 codes per row,
-          which it reads by loads of 16 bytes; no data moves between threads. Nibble n has the magnitude of code n in
-          its lower three bits. Signs are fourth bits: those of codes 0..3, the lower columns, are in nibbles 1, 3, 5,
-          7; those of codes 4..7 in nibbles 0, 2, 4, 6.
-
-Then `prmt` looks a magnitude up in a table of eight bytes, and a sign is in position, or 4 bits away from it.
+    e4m3, int8  the rows unchanged, 128 bytes each. TMA swizzles them on the way to shared memory, where wgmma reads
+                them.
+    e2m1, int4  in register order. A thread (warp w, lane l) holds rows 16 * w + l // 4 and the one 8 below, and of
+                each 32 columns 4 * (l % 4) + {0..3} and those 16 to the right. For each 32 columns it has a word of 8
+                codes per row, which it reads by loads of 16 bytes; no data moves between threads. Signs are fourth
+                bits: those of codes 0..3, the lower columns, are in nibbles 1, 3, 5, 7; those of codes 4..7 in nibbles
+                0, 2, 4, 6. Three bits of a code are its magnitude: of int4 that of its one's complement if it is
+                negative, so that it is -1 - magnitude.
+          e2m1  has the magnitude of code n in nibble n. `prmt` looks it up in a table of eight bytes, and a sign is in
+                position, or 4 bits away from it.
+          int4  has those of codes 0..3 in nibbles 0, 2, 4, 6, and of 4..7 in nibbles 7, 1, 3, 5: rotated by 4 bits,
+                codes 4..7 are where codes 0..3 were.
 
 MXFP4's scales are folded into the elements. Let m be the largest scale code of a row, blocks of zeros excepted. A block
 with code c holds elements times 2^(13 - (m - c)), as e5m2, and the row's results are multiplied by 2^(m - 127 - 13).
@@ -21,9 +25,9 @@ A unit's scales are the distances m - c, one byte for each row and 32 columns: f
 row, then of their second. After the last unit of a row of tiles there is one more chunk like these, with each row's m
 four times.
 
-Scales of 128 columns are one per row, with those of rows r and r + 8 of each 16 side by side. After the last unit of a
-row of tiles there is one more chunk of 64: all 1 if, in each unit, rows 0 to 7 of each 16 share one scale and rows 8 to
-15 share one, as in blocks of 128 rows; else all 0.
+Scales of 128 columns, or of a multiple of that, are one per row and unit, with those of rows r and r + 8 of each 16
+side by side. After the last unit of a row of tiles there is one more chunk of 64: all 1 if, in each unit, rows 0 to 7
+of each 16 share one scale and rows 8 to 15 share one, as in blocks of 128 rows; else all 0.
 
 Gate and up alternate by 8 rows within a unit, as in the layout `mosaic_sm90`. Rows are padded to 64, columns to 128.
 """
@@ -43,20 +47,23 @@ from jax import lax
 from jmx.numerics import formats, layouts
 from jmx.numerics.formats import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, BlockScaled
 from jmx.numerics.layouts import Index, Layout, WeightSpec
+from jmx.pallas.mosaic_sm90_fp8.elements import E2M1_EXPONENT
 from jmx.pallas.sm90.tiles import VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
-from jmx.util.typing import Array, Bool, Int32, Shaped, UInt8
+from jmx.util.typing import Array, Bool, Int32, Shaped, UInt8, UInt32
 
 UNIT_COLUMNS = 128
-RESCALE_EXPONENT = 13  # elements of a row's largest block are multiplied by 2 to this power, which the epilogue reverts
 EXACT_BELOW = 27  # blocks whose code is less than this below the row's largest are exact
 _SLICES = UNIT_COLUMNS // 32
 _MAGNITUDES = np.uint8(0x77)  # bits of the magnitudes of two codes of e2m1
 _NAN = 255
+_SIGNS = 8 * np.arange(4) + np.array([[7], [3]])  # places of bits in a word: of the codes of lower and higher columns
+_NIBBLES = 16 * np.arange(2)[:, None] + 4 * np.arange(4)  # of magnitudes of e2m1
+_ROTATED = np.array([[0, 8, 16, 24], [28, 4, 12, 20]])  # of magnitudes of int4
 
 
 def value_rows(format: formats.Format) -> int:
-    """A unit's values are uint8 (value_rows, 256) for MXFP4, and (value_rows, 128) for e4m3."""
-    return 64 * UNIT_COLUMNS // 2 // VALUE_COLUMNS if format == MXFP4 else 64
+    """A unit's values are uint8 (value_rows, 256) of 4-bit elements, and (value_rows, 128) of 8-bit ones."""
+    return 64 * UNIT_COLUMNS // 2 // VALUE_COLUMNS if format.element_bits == 4 else 64
 
 
 def unit_bytes(format: formats.Format) -> int:
@@ -74,9 +81,19 @@ def magnitudes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The eight magnitudes in a row's largest block as bytes of e5m2, and what is subtracted from them for each step
     that a block's code is lower: one of the exponent. Both are uint32 (2,)."""
     elements = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    largest = (elements * 2.0**RESCALE_EXPONENT).astype(ml_dtypes.float8_e5m2)
+    largest = (elements * 2.0**E2M1_EXPONENT).astype(ml_dtypes.float8_e5m2)
     steps = np.where(elements > 0, 1 << ml_dtypes.finfo(largest.dtype).nmant, 0).astype(np.uint8)
     return largest.view(np.uint32), steps.view(np.uint32)
+
+
+def _places(spec: WeightSpec) -> np.ndarray[Any, Any]:
+    """Of the magnitudes in a word: uint32 (2, 4), of the codes of lower and of higher columns."""
+    return (_NIBBLES if spec.format == MXFP4 else _ROTATED).astype(np.uint32)
+
+
+def _complemented(codes: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Two's complement to sign and one's complement, and back."""
+    return jnp.where(codes >= 8, codes ^ 7, codes)
 
 
 def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Array, "tiles k_rows columns"]:
@@ -88,9 +105,8 @@ def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Ar
         return rows.reshape(tiles, 64, units, UNIT_COLUMNS).swapaxes(1, 2).reshape(tiles, -1, UNIT_COLUMNS)
     rows = rows.reshape(tiles, 4, 2, 8, units, _SLICES, 2, 4, 4)  # tile, warp, r, row, unit, slice, half, lane % 4, 4
     rows = rows.transpose(0, 4, 5, 1, 3, 7, 2, 6, 8).astype(jnp.uint32)
-    places = 16 * np.arange(2)[:, None] + 4 * np.arange(4)
-    signs = 8 * np.arange(4) + np.array([[7], [3]])
-    bits = (rows & 7) << places.astype(np.uint32) | rows >> 3 << signs.astype(np.uint32)
+    rows = rows if spec.format == MXFP4 else _complemented(rows)
+    bits = (rows & 7) << _places(spec) | rows >> 3 << _SIGNS.astype(np.uint32)
     words = reduce(or_, (bits[..., half, n] for half in range(2) for n in range(4)))
     words = words.reshape(tiles, units, 2, 2, 128, 2).transpose(0, 1, 2, 4, 3, 5)  # two slices in each 16 bytes
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, -1, VALUE_COLUMNS)
@@ -103,9 +119,8 @@ def _untile_values(values: UInt8[Array, "tiles k_rows columns"], spec: WeightSpe
         return untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]
     words = lax.bitcast_convert_type(values.reshape(tiles, units, 2, 128, 2, 2, 4), jnp.uint32)
     words = words.transpose(0, 1, 2, 4, 3, 5).reshape(tiles, units, _SLICES, 4, 8, 4, 2, 1, 1)
-    places = 16 * np.arange(2)[:, None] + 4 * np.arange(4)
-    signs = 8 * np.arange(4) + np.array([[7], [3]])
-    rows = words >> places.astype(np.uint32) & 7 | (words >> signs.astype(np.uint32) & 1) << 3
+    rows = words >> _places(spec) & 7 | (words >> _SIGNS.astype(np.uint32) & 1) << 3
+    rows = rows if spec.format == MXFP4 else _complemented(rows)
     rows = rows.astype(jnp.uint8).transpose(0, 3, 6, 4, 1, 2, 7, 5, 8)
     rows = untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]
     return rows[:, ::2] | rows[:, 1::2] << 4
@@ -114,6 +129,7 @@ def _untile_values(values: UInt8[Array, "tiles k_rows columns"], spec: WeightSpe
 def _tile_blocks(array: Shaped[Array, "N b"], spec: WeightSpec, fill: Any) -> Shaped[Array, "tiles units chunk"]:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     per_unit = max(1, UNIT_COLUMNS // spec.format.block_size)
+    array = jnp.repeat(array, _units_of_block(spec), axis=1)[:, : units * per_unit]
     array = tile_rows(pad(array, 1, units * per_unit, fill), spec, fill).reshape(tiles, 4, 2, 8, units, per_unit)
     return array.transpose(0, 4, 1, 3, 2, 5).reshape(tiles, units, -1)
 
@@ -121,7 +137,12 @@ def _tile_blocks(array: Shaped[Array, "N b"], spec: WeightSpec, fill: Any) -> Sh
 def _untile_blocks(array: Shaped[Array, "tiles units chunk"], spec: WeightSpec) -> Shaped[Array, "N b"]:
     tiles, units, _ = array.shape
     array = array.reshape(tiles, units, 4, 8, 2, -1).transpose(0, 2, 4, 3, 1, 5).reshape(tiles, 4, 2, 8, -1)
-    return untile_rows(array, spec)[:, : spec.format.num_blocks(spec.shape[1], "shape[-1]")]
+    blocks = untile_rows(array, spec)[:, :: _units_of_block(spec)]
+    return blocks[:, : spec.format.num_blocks(spec.shape[1], "shape[-1]")]
+
+
+def _units_of_block(spec: WeightSpec) -> int:
+    return max(1, spec.format.block_size // UNIT_COLUMNS)
 
 
 def _forward_one(q: BlockScaled, spec: WeightSpec, one: Any) -> BlockScaled:
@@ -204,11 +225,13 @@ def _rounds(q: BlockScaled, spec: WeightSpec) -> Int32[Array, ""]:
     return (used & far & (largest != _NAN)).sum(dtype=jnp.int32)
 
 
+_INTEGERS = ("int4_g128", "int4_channel", "int8_g128", "int8_channel")
+
 LAYOUT = Layout(
     "mosaic_sm90_fp8",
     forward=_forward,
     inverse=_inverse,
     take=_take,
-    formats=tuple(format.name for format in (MXFP4, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
+    formats=(MXFP4.name, *_INTEGERS, FP8_TENSOR.name, FP8_CHANNEL.name, FP8_BLOCK.name),
     rounds=_rounds,
 )

@@ -87,7 +87,7 @@ def copy_rows(gemm: Gemm) -> None:
                         scales = gemm.x.scales.at[pl.ds(unit, 1), pl.ds(first_row, width)]
                         pipeline.copy(scales, buffers.x_scales.at[at, :, pl.ds(0, width)], slot)
 
-            for_width(gemm.config.widths, count, copy)
+            for_width(gemm.widths, count, copy)
 
         return fill
 

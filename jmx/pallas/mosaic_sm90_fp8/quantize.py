@@ -1,4 +1,4 @@
-"""Quantizes rows to e4m3: grouped by expert, padded, and with their scales.
+"""Quantizes rows to e4m3 or int8: grouped by expert, padded, and with their scales.
 
 This is a separate kernel (`quantize`), or part of the kernel that multiplies (`fused_quantize`), which writes to global
 memory (`quantize_row`) or to the SM's shared memory (`quantize_row_to_shared`). A warpgroup takes a row: it loads all

@@ -1,4 +1,4 @@
-"""Quantizes one row to e4m3, for one thread of the warpgroup: load, find the largest magnitude, divide, round."""
+"""Quantizes one row to 8 bits, for one thread of the warpgroup: load, find the largest magnitude, divide, round."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,6 @@ _LANES = 32
 _VECTOR = 8  # elements of a row that a thread loads at a time
 _PIECE = THREADS * _VECTOR  # columns that a warpgroup loads at a time
 _INFINITY = {2: 0x7F80, 4: 0x7F800000}  # bits; of float16 0x7C00
-_MOST_448 = 0x43E00000
 _LEAST_SCALE = 0x00800000  # 2^-126
 _NAN = 0x7FC00000
 _AS_FLOAT = {
@@ -51,6 +50,12 @@ _SPOIL = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; fma.rn.f32 b, a, 0f000
 _ROUND = (
     "{ .reg .b16 l, h; .reg .f32 a, b, c, d; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; mov.b32 d, $4; "
     "cvt.rn.satfinite.e4m3x2.f32 l, b, a; cvt.rn.satfinite.e4m3x2.f32 h, d, c; mov.b32 $0, {l, h}; }"
+)
+_ROUND_INTEGERS = (
+    "{ .reg .s32 e, f, g, h; .reg .f32 a, b, c, d; .reg .b32 u; "
+    "mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; mov.b32 d, $4; "
+    "cvt.rni.s32.f32 e, a; cvt.rni.s32.f32 f, b; cvt.rni.s32.f32 g, c; cvt.rni.s32.f32 h, d; "
+    "cvt.pack.sat.s8.s32.b32 u, h, g, 0; cvt.pack.sat.s8.s32.b32 $0, f, e, u; }"
 )
 
 Store = Callable[[ir.Value, Any], None]  # of elements from a column on, or of a scale of a unit
@@ -178,19 +183,21 @@ def round_row(
         scales = [(static_scale, None)] * len(loaded)
     elif rows.format.block_size == "row":
         largest = _largest([_largest(words, dtype) for words in loaded], dtype)
-        scale, finite = _scale(_across_warps(_across_lanes(largest, _LANES, dtype), warp_maxima, dtype), dtype)
+        scale, finite = _scale(
+            _across_warps(_across_lanes(largest, _LANES, dtype), warp_maxima, dtype), rows.format, dtype
+        )
         store_scale_of(None, scale)
         scales = [(scale, finite)] * len(loaded)
     else:
         lanes = UNIT_COLUMNS // _VECTOR
-        scales = [_scale(_across_lanes(_largest(words, dtype), lanes, dtype), dtype) for words in loaded]
+        scales = [_scale(_across_lanes(_largest(words, dtype), lanes, dtype), rows.format, dtype) for words in loaded]
         for piece, (scale, _) in enumerate(scales):
             store_scale_of(piece, scale)
     for piece, words, scale in zip(pieces, loaded, scales, strict=True):
         column = column_of(piece)
         # Rounding is inside the branch: otherwise ptxas rounds all pieces at once, in twice as many registers.
         with utils.when(less(column, constant(columns))):
-            store_values(pair(*_rounded(words, *scale, dtype)), column)
+            store_values(pair(*_rounded(words, *scale, rows.format, dtype)), column)
 
 
 def _load(x: ir.Value, line: ir.Value, column: ir.Value, columns: int, dtype: np.dtype[Any]) -> list[ir.Value]:
@@ -235,7 +242,7 @@ def _across_warps(largest: ir.Value, warp_maxima: ir.Value, dtype: np.dtype[Any]
     return _largest(load_words(warp_maxima, constant(0), WORDS), dtype)
 
 
-def _scale(largest: ir.Value, dtype: np.dtype[Any]) -> tuple[ir.Value, ir.Value]:
+def _scale(largest: ir.Value, format: InputFormat, dtype: np.dtype[Any]) -> tuple[ir.Value, ir.Value]:
     """Float32 bits of the scale for a largest magnitude, and whether that is finite."""
     if dtype.itemsize == 2:
         largest = run(_LARGER_HALF, largest)
@@ -243,12 +250,14 @@ def _scale(largest: ir.Value, dtype: np.dtype[Any]) -> tuple[ir.Value, ir.Value]
     finite = less(largest, constant(infinity))
     if dtype.itemsize == 2:
         largest = run(_AS_FLOAT[dtype.name][0], largest)
-    scale = run(_QUOTIENT, largest, constant(_MOST_448))
+    scale = run(_QUOTIENT, largest, constant(int(np.float32(format.largest).view(np.int32))))
     scale = arith.maxui(scale, constant(_LEAST_SCALE))
     return arith.select(finite, scale, constant(_NAN)), finite
 
 
-def _rounded(words: list[ir.Value], scale: ir.Value, finite: ir.Value | None, dtype: np.dtype[Any]) -> list[ir.Value]:
+def _rounded(
+    words: list[ir.Value], scale: ir.Value, finite: ir.Value | None, format: InputFormat, dtype: np.dtype[Any]
+) -> list[ir.Value]:
     """Two words of four elements each. `finite`: whether the scale's elements are; None if the scale is static."""
     floats = [run(text, word) for word in words for text in _AS_FLOAT[dtype.name]] if dtype.itemsize == 2 else words
     if finite is None:  # values may be arbitrarily large, and infinity becomes NaN
@@ -257,7 +266,8 @@ def _rounded(words: list[ir.Value], scale: ir.Value, finite: ir.Value | None, dt
         quotients = [run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
     else:
         quotients = _quotients(floats, scale)
-    rounded = [run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
+    text = _ROUND_INTEGERS if format.element_dtype == np.int8 else _ROUND
+    rounded = [run(text, *quotients[i : i + 4]) for i in (0, 4)]
     return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
 
 

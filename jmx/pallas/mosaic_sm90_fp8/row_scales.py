@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90_fp8.wgmma import SLICES
+from jmx.pallas.mosaic_sm90_fp8.decode import SLICES
 from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, row_array, row_size
 from jmx.pallas.sm90.epilogue import index_of_row

@@ -1,4 +1,4 @@
-"""The rows that products take: in FP8, or not quantized yet."""
+"""The rows that products take: quantized to 8 bits, or not yet."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +20,15 @@ from jmx.util.typing import Array, Float, Float32, Int32
 )
 @dataclass(frozen=True)
 class InputRows:
-    """Rows of inputs, in FP8 if they have scales, and how they are quantized; a pytree, in a kernel of references.
+    """Rows of inputs, of 8 bits if they have scales, and how they are quantized; a pytree, in a kernel of references.
 
     Args:
         values: bfloat16, float16 or float32 (T, C), C a multiple of 8; None if the same launch computes them. With
-            `scales` float8_e4m3fn (R, `padded_columns`).
+            `scales` of the format's element type (R, `padded_columns`).
         row_of: the rows of the result that each row of values is written to; negative ones are skipped. None: its own.
         static_scale: if `format` is static and rows are not quantized yet, else None.
         columns: K, the number of columns that are read, a multiple of 8.
-        format: an input format with e4m3 elements.
+        format: an input format with e4m3 or int8 elements.
         num_rows: R, of the result. Rows that are not written have undefined contents.
         scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row; None: not quantized yet.
     """
@@ -43,11 +43,11 @@ class InputRows:
 
     @property
     def quantized(self) -> bool:
-        """Whether they are in FP8."""
+        """Whether they have scales."""
         return self.scales is not None
 
     def with_quantized(self, values: Ref, scales: Ref) -> "InputRows":
-        """The same rows in FP8: arrays, or references to where a kernel stores them."""
+        """The same rows quantized: arrays, or references to where a kernel stores them."""
         return replace(self, values=values, row_of=None, static_scale=None, scales=scales)
 
     @property
@@ -66,6 +66,6 @@ class InputRows:
         scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
         scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
         return [
-            jax.ShapeDtypeStruct((self.num_rows, self.padded_columns), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((self.num_rows, self.padded_columns), self.format.element_dtype),
             jax.ShapeDtypeStruct(scales, jnp.float32),
         ]

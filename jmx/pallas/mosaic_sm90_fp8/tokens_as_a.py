@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
+from jmx.pallas.mosaic_sm90_fp8.elements import Elements
 from jmx.pallas.mosaic_sm90_fp8.staging import size_and_span, swizzled_rows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, plus, start_product, wait, zeros
 from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
@@ -49,19 +50,21 @@ def _column() -> ir.Value:
     return arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
 
 
-def multiply(unit: Stage, first: Int32[Array, ""]) -> Float32[Array, "64 128"]:
+def multiply(unit: Stage, first: Int32[Array, ""], elements: Elements) -> Float32[Array, "64 128"]:
     """Starts the product of 64 tokens and a unit's rows, which is complete after `add`.
 
     Args:
         unit: of both tiles: `values` uint8 (2, 64, 128), `scales` (2, 1, 64) floats or None, `x` (n, 128) e4m3,
             `x_scales` (n,).
         first: the first of the tokens, a multiple of 64.
+        elements: both operands' are e4m3.
     """
 
     @operation(arg_types=(SCALAR, *[plgpu.RefType(SWIZZLED)] * 2), return_type=_SUMS)
     def body(_: Any, first: Fragment, x: ir.Value, values: ir.Value) -> Fragment:
         tokens = descriptor(x, first.registers.item())
-        return accumulator(zeros(WIDTH), start_product(None, tokens, descriptor(values), WIDTH))
+        sums = start_product(None, tokens, descriptor(values), WIDTH, elements)
+        return accumulator(zeros(WIDTH, elements), sums)
 
     return body(first, unit.x, unit.values)
 

@@ -1,4 +1,4 @@
-"""Products on the FP8 tensor cores for one thread: MXFP4 to e5m2, `wgmma`, and sums times scales (promotion).
+"""Products on the 8-bit tensor cores for one thread: `wgmma`, and sums times scales (promotion).
 
 `jmx.pallas.sm90.accumulator` describes what a thread holds.
 """
@@ -14,66 +14,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jmx.pallas.mosaic_sm90_fp8 import decode
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
-from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
-from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, run, thread_index, utils
+from jmx.pallas.mosaic_sm90_fp8.decode import SLICES
+from jmx.pallas.mosaic_sm90_fp8.elements import Elements
+from jmx.pallas.sm90.accumulator import accumulator, sums_of
+from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, thread_index, utils
 from jmx.pallas.sm90.operation import Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
-from jmx.pallas.sm90.tiles import THREADS, TILE
-from jmx.util.typing import Array, Float32
+from jmx.pallas.sm90.tiles import TILE
+from jmx.util.typing import Array, Float32, Num
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
-SLICES = 4  # of 32 columns in a unit
 _SLICE_BYTES = 32
 _SUMS_AND_OPERANDS = 192  # registers of a thread for these
-_FAR = (  # sets the upper bit of each byte that is EXACT_BELOW or more
-    f"{{ .reg .b32 t; and.b32 t, $1, 0x7f7f7f7f; add.u32 t, t, {(128 - EXACT_BELOW) * 0x01010101:#x}; "
-    "or.b32 $0, t, $1; }"
-)
-_OF_BYTE = "prmt.b32 $0, $1, 0, {:#x};"
-_TABLE = tuple(  # the magnitudes at a distance, four per word
-    f"mad.lo.u32 $0, $1, {-int(step) & 0xFFFFFFFF:#x}, {int(largest):#x};"
-    for largest, step in zip(*magnitudes(), strict=True)
-)
-_MAGNITUDES = "lop3.b32 $0, $1, 0x77777777, $2, 0x40;"  # a & b & ~c
-_LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
-_SIGNS = (
-    "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;",  # (a & b) | c
-    "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x80808080, $2, 0xEA; }",
-)
-
-
-def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
-    mine = arith.addi(arith.muli(thread_index(), constant(4)), constant(nth * THREADS * 4))
-    return load_words(values, mine, 4)
-
-
-def _row_bytes(scales: ir.Value) -> list[ir.Value]:
-    """Scale distances of the thread's two rows, a byte for each slice."""
-    group = arith.shrui(thread_index(), constant(2))
-    return load_words(scales, arith.muli(group, constant(2)), 2)
-
-
-def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
-    """A unit's elements as e5m2; zeros in blocks whose scale is too far below the row's largest."""
-    distances = _row_bytes(scales)
-    far = [run(_FAR, word) for word in distances]
-    words = [word for nth in range(SLICES // 2) for word in _piece(values, nth)]
-    out = []
-    for slice_ in range(SLICES):
-        halves = []
-        for row in range(2):
-            word = words[2 * slice_ + row]
-            distance = run(_OF_BYTE.format(0x4440 | slice_), distances[row])
-            zeroed = run(_OF_BYTE.format(0x1111 * (8 | slice_)), far[row])  # all ones or all zeros
-            table = [run(text, distance) for text in _TABLE]
-            selectors = run(_MAGNITUDES, word, zeroed)
-            found = [run(text, *table, selectors) for text in _LOOK_UP]
-            halves.append([run(text, word, magnitude) for text, magnitude in zip(_SIGNS, found, strict=True)])
-        out.append([halves[row][half] for half in range(2) for row in range(2)])
-    return out
 
 
 def _refs(unit: Stage) -> dict[str, Ref]:
@@ -83,20 +38,20 @@ def _refs(unit: Stage) -> dict[str, Ref]:
 
 
 def add_units(
-    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], decoded: bool
+    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], elements: Elements
 ) -> tuple[Float32[Array, "64 n"], ...]:
-    """`totals` plus units times their rows, transposed: products in FP8 by `wgmma`, accumulated in float32.
+    """`totals` plus units times their rows, transposed: products of 8 bits by `wgmma`, accumulated in float32.
 
-    The tensor cores' sums keep some 14 bits. So they accumulate these units only, or each unit separately if it has its
-    own scales, and are then added to the totals, times these scales. No product is in flight at the end.
+    The tensor cores' sums of FP8 keep some 14 bits. So they accumulate these units only, or each unit separately if it
+    has its own scales, and are then added to the totals, times these scales. No product is in flight at the end.
 
     Args:
         totals: n a multiple of 8: of the units' first n rows, of the next n, and so on.
-        units: references of one unit each: `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,) uint8 of
-            MXFP4 or (64,) floats, `x` (n, 128) e4m3, `x_scales` (n,).
-        decoded: whether weights are MXFP4, not e4m3.
+        units: references of one unit each: `values` uint8 (16, 256) of 4 bits or (64, 128), `scales` (256,) uint8 of
+            MXFP4 or (64,) floats, `x` (n, 128), `x_scales` (n,).
+        elements: what is multiplied.
     """
-    n = totals[0].shape[1]
+    n, decoded = totals[0].shape[1], elements.decoded
     refs = [ref for unit in units for ref in _refs(unit).values()]
     of_wgmma = [ref for unit in units for ref in (unit.x, *([] if decoded else [unit.values]))]
     kinds = [plgpu.RefType(SWIZZLED) if any(ref is one for one in of_wgmma) else plgpu.RefType() for ref in refs]
@@ -110,23 +65,23 @@ def add_units(
         old, of_units = given[: len(totals)], itertools.batched(given[len(totals) :], len(names))
         mine = [Stage(**dict(zip(names, one, strict=True))) for one in of_units]
         parts, new = range(len(old)), [sums_of(total) for total in old]
-        apart = mine[0].x_scales is not None or (mine[0].scales is not None and not decoded)
+        apart = mine[0].x_scales is not None or elements.by_block
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
         beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
-        sums, done, operand = None, None, _operand(mine[0], decoded)
+        sums, done, operand = None, None, _operand(mine[0], elements)
 
         def add(done: tuple[list[ir.Value], Stage, int], pending: int) -> None:
             products, unit, part = done
-            row_scales = None if decoded else _row_scales(unit)
-            new[part] = _added(new[part], wait(products, pending), row_scales, unit.x_scales, part * n)
+            row_scales = None if elements.coded else _row_scales(unit)
+            new[part] = _added(new[part], floats(wait(products, pending)), row_scales, unit.x_scales, part * n)
 
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
-            sums = start_product(sums, operand, descriptor(unit.x, part * n), n)
+            sums = start_product(sums, operand, descriptor(unit.x, part * n), n, elements)
             if done is not None:
                 add(done, 1)  # while the tensor cores run, like what follows
                 done = None
             if following is not None and following is not unit:
-                operand = _operand(following, decoded)
+                operand = _operand(following, elements)
             if apart or unit is mine[-1]:
                 done, sums = (sums, unit, part), None
             if done is not None and (following is None or not beside):
@@ -137,23 +92,30 @@ def add_units(
     return body(*totals, *refs)
 
 
-def zeros(n: int) -> Fragment:
+def sums_dtype(elements: Elements) -> Any:
+    """The dtype of the tensor cores' sums."""
+    return jnp.int32 if elements.exact else jnp.float32
+
+
+def zeros(n: int, elements: Elements) -> Fragment:
     """Zero sums (64, n)."""
-    return Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
+    zero, signed = (utils.c(0, i32()), True) if elements.exact else (utils.c(0.0, f32()), None)
+    return Fragment.splat(zero, (TILE, n), mgpu.WGMMA_LAYOUT, is_signed=signed)
 
 
-def _operand(unit: Stage, decoded: bool) -> Any:
-    """Operand A: four registers of e5m2 for each slice of 32 columns, or a descriptor of e4m3 in shared memory."""
-    return _e2m1_slices(unit.values, unit.scales) if decoded else descriptor(unit.values)
+def _operand(unit: Stage, elements: Elements) -> Any:
+    """Operand A: four registers for each slice of 32 columns, or a descriptor of elements in shared memory."""
+    return decode.decoded(elements, unit.values, unit.scales) if elements.decoded else descriptor(unit.values)
 
 
-def start(sums: Float32[Array, "64 n"] | None, unit: Stage, decoded: bool) -> Float32[Array, "64 n"]:
+def start(sums: Num[Array, "64 n"] | None, unit: Stage, elements: Elements) -> Num[Array, "64 n"]:
     """Starts `sums`, or zeros, plus a unit times its rows, transposed, which is complete after `finish`.
 
-    A unit of MXFP4 is decoded first, while the product that `sums` come from is still in flight.
+    A unit of 4 bits is decoded first, while the product that `sums` come from is still in flight. Sums are float32, or
+    int32 of integers.
     """
-    n = unit.x.shape[0]
-    scales = unit.scales if decoded else None
+    n, decoded = unit.x.shape[0], elements.decoded
+    scales = unit.scales if elements.coded else None
     values_type = plgpu.RefType() if decoded else plgpu.RefType(SWIZZLED)
 
     @operation(
@@ -163,22 +125,22 @@ def start(sums: Float32[Array, "64 n"] | None, unit: Stage, decoded: bool) -> Fl
             optional(scales, plgpu.RefType()),
             plgpu.RefType(SWIZZLED),
         ),
-        return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+        return_type=result((TILE, n), sums_dtype(elements), plgpu.Layout.WGMMA),
     )
     def body(_: Any, sums: Fragment | None, values: ir.Value, scales: ir.Value | None, x: ir.Value) -> Fragment:
-        operand = _operand(Stage(x, values, scales), decoded)
-        like = zeros(n) if sums is None else sums
-        return accumulator(like, start_product(None if sums is None else sums_of(sums), operand, descriptor(x), n))
+        operand = _operand(Stage(x, values, scales), elements)
+        like, given = (zeros(n, elements), None) if sums is None else (sums, sums_of(sums))
+        return accumulator(like, start_product(given, operand, descriptor(x), n, elements))
 
     return body(sums, unit.values, scales, unit.x)
 
 
-def finish(total: Float32[Array, "64 n"] | None, sums: Float32[Array, "64 n"]) -> Float32[Array, "64 n"]:
-    """Waits for `sums`, and adds them to `total`, in float32, if there is one."""
+def finish(total: Float32[Array, "64 n"] | None, sums: Num[Array, "64 n"]) -> Num[Array, "64 n"]:
+    """Waits for `sums`, and adds them to `total`, both float32, if there is one."""
 
     @operation(
         arg_types=(optional(total, plgpu.Layout.WGMMA), plgpu.Layout.WGMMA),
-        return_type=result(sums.shape, jnp.float32, plgpu.Layout.WGMMA),
+        return_type=result(sums.shape, sums.dtype, plgpu.Layout.WGMMA),
     )
     def body(_: Any, total: Fragment | None, sums: Fragment) -> Fragment:
         found = wait(sums_of(sums), 0)
@@ -203,10 +165,11 @@ def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
     return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
 
 
-def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) -> list[ir.Value]:
+def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int, elements: Elements) -> list[ir.Value]:
     """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet."""
     size = n // 2
-    out = llvm.StructType.get_literal([f32()] * size)
+    of_sums, kind, letter, negate = ("s32", i32(), "r", "") if elements.exact else ("f32", f32(), "f", ", 1, 1")
+    out = llvm.StructType.get_literal([kind] * size)
     names = ", ".join(f"${i}" for i in range(size))
     utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
     values = [] if sums is None else sums
@@ -214,33 +177,40 @@ def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int
         first = size + len(values)  # the operands after the sums
         offset = nth * _SLICE_BYTES >> 4
         if isinstance(operand, ir.Value):
-            a, kind, name, makes = [operand], "e4m3", "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
+            a, name, makes = [operand], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
         else:
-            a, kind, makes = operand[nth], "e5m2", ""
+            a, makes = operand[nth], ""
             name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
         text = (
             f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
             f"setp.ne.b32 p, ${first + 1}, 0; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{kind}.e4m3 {{{names}}}, {name}, d, p, 1, 1; }}"
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.{of_sums}.{elements.a}.{elements.b} "
+            f"{{{names}}}, {name}, d, p{negate}; }}"
         )
         tied = [str(i) for i in range(len(values))]
         kinds = ["l"] if len(a) == 1 else ["r"] * 4
-        constraints = ",".join([*["=f"] * size, *tied, "l", "r", *kinds])
+        constraints = ",".join([*[f"={letter}"] * size, *tied, "l", "r", *kinds])
         arguments = [*values, x, constant(int(bool(values))), *a]
         made = llvm.inline_asm(out, arguments, text, constraints, has_side_effects=True, asm_dialect=0)
-        values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+        values = [llvm.extractvalue(kind, made, [i]) for i in range(size)]
     utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
     return values
 
 
 def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
     """`sums`, once all products but the last `pending` groups are complete."""
-    size = len(sums)
-    tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
+    size, kind = len(sums), sums[0].type
+    letter = "f" if kind == f32() else "r"
+    tied = ",".join([*[f"={letter}"] * size, *(str(i) for i in range(size))])
     text = f"wgmma.wait_group.sync.aligned {pending};"
-    out = llvm.StructType.get_literal([f32()] * size)
+    out = llvm.StructType.get_literal([kind] * size)
     made = llvm.inline_asm(out, sums, text, tied, has_side_effects=True, asm_dialect=0)
-    return [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+    return [llvm.extractvalue(kind, made, [i]) for i in range(size)]
+
+
+def floats(sums: list[ir.Value]) -> list[ir.Value]:
+    """Sums as float32; of integers below 2^24 exactly."""
+    return sums if sums[0].type == f32() else [arith.sitofp(f32(), one) for one in sums]
 
 
 def _row_scales(unit: Stage) -> list[ir.Value] | None:

@@ -15,17 +15,20 @@ from jmx.engines.grouped import Tiling
 from jmx.engines.routed import GroupedRouting, Groups
 from jmx.grouping import Blocks, Work
 from jmx.pallas import defined
-from jmx.pallas.routing.sizes import Results, Sizes
-from jmx.routing import Method, Routing, SoftmaxTopK, TopKSoftmax
+from jmx.pallas.routing.choice import MOST_SLOTS, Choice
+from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
+from jmx.routing import GroupedTopK, Logits, Method, Routing, SigmoidTopK, SqrtSoftplusTopK
 from jmx.routing.logits import route_checked
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
+from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Shaped
 
 LEAST_CAPABILITY = (8, 0)
 MOST_ELEMENTS = 1 << 13  # of tokens by experts, both rounded up to powers of two: with more, XLA's kernels take less
 LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
-MOST_SLOTS = 8  # each is a pass; and sums of more weights have no order that is defined
+
+# Methods whose weights are computed from the ids beside the products, in plain jnp.
+Weighed = SigmoidTopK | SqrtSoftplusTopK | GroupedTopK
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Call:
         problem: the layer's call, of which blocks depend on the number of experts and on where weights are multiplied.
         tiling: how rows are grouped; None: not at all.
         num_tokens: T.
+        biased: whether the choice has a correction bias.
         interpret: whether the kernel runs interpreted wherever the call is lowered, for tests.
     """
 
@@ -44,14 +48,15 @@ class Call:
     problem: Problem
     tiling: Tiling | None
     num_tokens: int
+    biased: bool = False
     interpret: bool = False
 
     @property
     def sizes(self) -> Sizes:
         """The kernel's."""
-        assert isinstance(self.method, TopKSoftmax | SoftmaxTopK)
-        renormalize = isinstance(self.method, TopKSoftmax) or self.method.renormalize
-        sizes = self.num_tokens, self.problem.num_experts, self.method.top_k, renormalize
+        choice = Choice.of(self.method, self.biased, self.problem.num_experts)
+        assert choice is not None
+        sizes = self.num_tokens, self.problem.num_experts, self.method.top_k, choice
         if self.tiling is None:
             return Sizes(*sizes, None, interpret=self.interpret)
         if self.tiling.sorts(self.problem, self.num_tokens):
@@ -60,15 +65,25 @@ class Call:
         form = "single" if self.num_tokens == 1 else "few"
         return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret)
 
-    # As `jmx.pallas.defined` has it: operands are logits and perhaps a mask, results the leaves of `Results`.
+    # As `jmx.pallas.defined` has it: operands are logits, perhaps a mask, and a bias if the choice is biased; results
+    # the leaves of `Results`.
+
+    def operands(self, values: Any, *rest: Any) -> tuple[Any, Any, Any]:
+        """Logits, mask and bias, of which the last two may be None."""
+        bias = rest[-1] if self.biased else None
+        mask = rest[0] if len(rest) > self.biased else None
+        return values, mask, bias
 
     def shapes(self, *_: Any) -> list[jax.ShapeDtypeStruct]:
         return jax.tree.leaves(Results.shapes(self.sizes))
 
-    def define(self, values: Float[Array, "T E"], *mask: Bool[Array, " T"]) -> list[Shaped[Array, "..."]]:
-        return jax.tree.leaves(definition(values, mask[0] if mask else None, self))
+    def define(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        results = definition(*self.operands(*given), self)
+        if Results.shapes(self.sizes).weights is None:
+            results = results._replace(weights=None)
+        return jax.tree.leaves(results)
 
-    def launch(self, values: Float[Array, "T E"], *mask: Bool[Array, " T"]) -> list[Shaped[Array, "..."]]:
+    def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
         # Importing Pallas takes a second.
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
@@ -77,9 +92,8 @@ class Call:
 
         sizes = self.sizes
 
-        def body(values: Any, *refs: Any) -> None:
-            its, outs = (refs[0], refs[1:]) if mask else (None, refs)
-            kernel(values, its, *outs, sizes=sizes)
+        def body(*refs: Any) -> None:
+            kernel(*self.operands(*refs[: len(given)]), *refs[len(given) :], sizes=sizes)
 
         return pl.pallas_call(
             body,
@@ -87,43 +101,48 @@ class Call:
             compiler_params=plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1),
             interpret=sizes.interpret,
             name="jmx_route",
-        )(values, *mask)
+        )(*given)
 
 
-def applies(method: Method, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
-    """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine."""
-    softmax = type(method) in (TopKSoftmax, SoftmaxTopK)  # a subclass may route in another way
-    return softmax and takes(method.top_k, num_tokens, num_experts, environment)
+def applies(method: Method, biased: bool, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+    """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine.
+
+    `biased`: whether the choice has a correction bias.
+    """
+    has = Choice.of(method, biased, num_experts) is not None
+    return has and takes(method.top_k, num_tokens, num_experts, environment)
 
 
 def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
-    """Whether it is used for a softmax and so many slots."""
+    """Whether it is used for so many slots, of a method that it has."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
-    tokens, experts = Sizes(num_tokens, num_experts, top_k, True, None).tile
-    return tokens * experts <= MOST_ELEMENTS
+    return power_of_two(num_tokens) * power_of_two(num_experts) <= MOST_ELEMENTS
 
 
 def notes(problem: Problem, environment: Environment, routed: Method | Routing | None) -> tuple[str, ...]:
     """What `jmx.explain` prints of it, for a call on one device that gets logits with the method `routed`.
 
-    A call that gets a `Routing` has no use for the kernel; None: the method is not known.
+    A call that gets a `Routing` has no use for the kernel; None: the method is not known. Where the kernel is used only
+    with or only without a correction bias, which is not known here, nothing is printed.
     """
     sizes = problem.num_tokens, problem.num_experts, environment
     if isinstance(routed, Method):
-        which, used = "", applies(routed, *sizes)
+        which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:
         which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
     return (f"logits{which}: routed and grouped by one kernel, jmx_route",) if used else ()
 
 
-def route_and_group(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:
-    """The routing of checked logits, with its blocks if the call has a tiling."""
+def route_and_group(logits: Logits, mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:
+    """The routing of checked logits (T, E), with its blocks if the call has a tiling."""
+    values, bias = logits.values, logits.correction_bias
     if values.dtype not in LOADED:
         values = values.astype(jnp.float32)
-    results = routed(values, mask, call)
+    bias = None if bias is None else jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
+    results = routed(values, mask, bias, call)
     routing = Routing(results.expert_ids, results.weights)
     if call.tiling is None:
         return routing
@@ -140,27 +159,42 @@ def _work(results: Results, call: Call) -> Work:
     return Work(blocks._replace(counters=results.counters), results.row_of, results.token_of_row)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def routed(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
-    return meshes.unchecked(partial(_bind, call=call))(values, mask)
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def routed(
+    values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, bias: Float32[AnyArray, " E"] | None, call: Call
+) -> Results:
+    """The kernel's results, with the weights."""
+    results = meshes.unchecked(partial(_bind, call=call))(values, mask, bias)
+    if results.weights is not None:
+        return results
+    assert isinstance(call.method, Weighed)
+    return results._replace(weights=call.method.weigh(jnp.asarray(values, jnp.float32), results.expert_ids))
 
 
 @routed.defjvp
 def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Results, Results]:
-    values, mask = primals
-    _, of_results = jax.jvp(lambda values: definition(values, mask, call), (values,), tangents[:1])
-    return routed(values, mask, call), of_results
+    values, mask, bias = primals
+    _, of_results = jax.jvp(lambda values: definition(values, mask, bias, call), (values,), tangents[:1])
+    return routed(values, mask, bias, call), of_results
 
 
-def _bind(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, *, call: Call) -> Results:
-    given = (values,) if mask is None else (values, mask)
+def _bind(
+    values: Float[AnyArray, "T E"],
+    mask: Bool[AnyArray, " T"] | None,
+    bias: Float32[AnyArray, " E"] | None,
+    *,
+    call: Call,
+) -> Results:
+    given = jax.tree.leaves((values, mask, bias))
     return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), _route_and_group(*given, call=call))
 
 
-def definition(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
+def definition(
+    values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, bias: Float32[AnyArray, " E"] | None, call: Call
+) -> Results:
     """The results in plain jnp; rows of blocks after the last real one differ from the kernel's."""
     by_token = {"values": values} if mask is None else {"values": values, "mask": mask}
-    ids, weights = route_checked(by_token, None, call.method)
+    ids, weights = route_checked(by_token, bias, call.method)
     sizes = call.sizes
     shapes = Results.shapes(sizes)
     if call.tiling is None:

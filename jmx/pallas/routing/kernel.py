@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from jmx.pallas.routing.choice import Choice
 from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
 from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 
@@ -23,8 +24,15 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 _LEAST = -0x7F800001  # `_ordered` of -inf
 
 
-def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
-    """Routes all tokens: `values` (T, E) floating, `mask` (T,) bool or None; `refs` are those of `Results`, if any."""
+def kernel(values: Ref, mask: Ref | None, bias: Ref | None, *refs: Ref, sizes: Sizes) -> None:
+    """Routes all tokens.
+
+    Args:
+        values: (T, E) floating.
+        mask: (T,) bool, or None.
+        bias: (E,) float32 if the choice is biased, or None.
+        refs: those of `Results` that are there.
+    """
     given = iter(refs)
     out = Results._make(None if shape is None else next(given) for shape in Results.shapes(sizes))
     tokens, experts = (jnp.arange(n, dtype=jnp.int32) for n in sizes.tile)
@@ -35,8 +43,12 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
         loaded = jnp.where(routed[:, None], loaded, -jnp.inf)
     usable = loaded > -jnp.inf  # false for NaN too
     keys = jnp.where(usable, jnp.minimum(loaded, _LARGEST), -jnp.inf)
+    if bias is not None:
+        biases = plgpu.load(bias.at[experts], mask=experts < sizes.num_experts, other=-jnp.inf)
+        keys = biased(keys, biases)
+    if sizes.choice.num_groups > 1:
+        keys = of_best_groups(keys, sizes.choice)
     best, ids, used = top_k(keys, experts, sizes.top_k)
-    weights = softmax(keys, best, sizes)
 
     slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
     inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
@@ -46,7 +58,8 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
 
     id_of_slot = _stacked(ids, slots)
     by_slot(out.expert_ids, id_of_slot)
-    by_slot(out.weights, _stacked(weights, slots))
+    if out.weights is not None:
+        by_slot(out.weights, _stacked(softmax(keys, best, sizes.choice.softmax_of == "all"), slots))
     if sizes.form is None:
         return
     _fill(out.counters, power_of_two(out.counters.shape[0]), 0)
@@ -61,6 +74,33 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
     by_slot(out.row_of, row_of_slot)
     if sizes.form == "many":
         _scatter(out.token_of_row, row_of_slot, jnp.broadcast_to(tokens[:, None], row_of_slot.shape), row_of_slot >= 0)
+
+
+def biased(logits: Float32[Array, "t e"], bias: Float32[Array, " e"]) -> Float32[Array, "t e"]:
+    """The sigmoids of finite logits plus the bias; -inf where the logit, or the sum, is no number above that."""
+    usable = logits > -jnp.inf
+    keys = 1 / (1 + jnp.exp(-jnp.where(usable, logits, 0))) + bias[None, :]
+    return jnp.where(usable & (keys > -jnp.inf), keys, -jnp.inf)
+
+
+def of_best_groups(keys: Float32[Array, "t e"], choice: Choice) -> Float32[Array, "t e"]:
+    """Keys, -inf outside the groups that `jmx.routing.top_k.mask_groups` keeps."""
+    num_tokens, num_experts = keys.shape
+    groups = jnp.arange(choice.num_groups, dtype=jnp.int32)
+    size = num_experts // choice.num_groups
+    grouped = keys.reshape(num_tokens, choice.num_groups, size)
+    first = jnp.max(grouped, axis=2)
+    total = jnp.where(first > -jnp.inf, first, 0)
+    if choice.best_of_group > 1 and size > 1:
+        member = jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        lowest = jnp.min(jnp.where(grouped == first[:, :, None], member, size), axis=2)
+        second = jnp.max(jnp.where(member == lowest[:, :, None], -jnp.inf, grouped), axis=2)
+        total += jnp.where(second > -jnp.inf, second, 0)
+    total = jnp.where(first > -jnp.inf, total, -jnp.inf)
+    mine, other = total[:, :, None], total[:, None, :]
+    before = (other > mine) | ((other == mine) & (groups[None, None, :] < groups[None, :, None]))
+    kept = jnp.sum(before.astype(jnp.int32), axis=2) < choice.topk_groups
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(num_tokens, num_experts)
 
 
 def top_k(
@@ -96,7 +136,7 @@ def _flipped(bits: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & 0x7FFFFFFF)
 
 
-def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes) -> list[Float32[Array, " t"]]:
+def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], of_all: bool) -> list[Float32[Array, " t"]]:
     """The weights of the chosen: 0 where nothing was left to choose."""
 
     def power(keys: Array) -> Array:
@@ -105,7 +145,7 @@ def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes
         return jnp.where(usable, jnp.exp(jnp.where(usable, keys - peak, 0)), 0)
 
     powers = [power(its) for its in best]
-    total = reduce(jnp.add, powers) if sizes.renormalize else jnp.sum(power(keys), axis=1)
+    total = jnp.sum(power(keys), axis=1) if of_all else reduce(jnp.add, powers)
     total = jnp.where(total > 0, total, 1)
     return [its / total for its in powers]
 

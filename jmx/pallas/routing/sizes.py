@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx.grouping import max_blocks, max_rows
+from jmx.pallas.routing.choice import Choice
 
 LEAST_COUNTERS = 4  # zeros that every kernel of products finds enough
 
@@ -22,7 +23,7 @@ class Sizes:
 
     Args:
         num_tokens, num_experts, top_k: sizes.
-        renormalize: whether the softmax is over the k chosen; else over all experts.
+        choice: how experts are chosen.
         form: of the blocks: "single", "few", "many", or None for none, as the functions of `jmx.grouping`.
         block_m, align, whole: as those of `grouping.many`.
         interpret: whether Pallas interprets the kernel on a CPU.
@@ -31,7 +32,7 @@ class Sizes:
     num_tokens: int
     num_experts: int
     top_k: int
-    renormalize: bool
+    choice: Choice
     form: str | None
     block_m: int = 1
     align: int = 1
@@ -104,4 +105,5 @@ class Results(NamedTuple):
             for name, its in forms.items()
         }
         counters = jax.ShapeDtypeStruct((max(LEAST_COUNTERS, *blocks),), jnp.int32) if sizes.form else None
-        return cls(weights=jax.ShapeDtypeStruct(by_slot, jnp.float32), counters=counters, **made)
+        weights = None if sizes.choice.softmax_of is None else jax.ShapeDtypeStruct(by_slot, jnp.float32)
+        return cls(weights=weights, counters=counters, **made)

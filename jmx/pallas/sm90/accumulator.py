@@ -18,12 +18,12 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.sm90.mlir import address_of, constant, i32, pair, utils
+from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, pair, utils
 from jmx.pallas.sm90.operation import Fragment, Ref, fragment, operation, result
 from jmx.pallas.sm90.tiles import TILE
-from jmx.util.typing import Array, Float32
+from jmx.util.typing import Array, Float32, Num
 
 
 def row_array(size: int) -> Any:
@@ -60,7 +60,7 @@ def sums_of(acc: Fragment) -> list[ir.Value]:
 def accumulator(acc: Fragment, sums: Sequence[ir.Value]) -> Fragment:
     """`acc` with its elements replaced, in the order of `sums_of`."""
     pairs = (pair(*sums[i : i + 2]) for i in range(0, len(sums), 2))
-    return fragment(pairs, acc.shape, acc.layout)
+    return fragment(pairs, acc.shape, acc.layout, acc.is_signed)
 
 
 def wait_for_earlier_products() -> None:
@@ -73,13 +73,16 @@ def wait_for_earlier_products() -> None:
     body()
 
 
-def split_rows(acc: Float32[Array, "64 n"]) -> tuple[Float32[Array, " m"], Float32[Array, " m"]]:
-    """An accumulator -> per-thread elements of the first and of the second row."""
-    size = row_size(acc.shape[1])
+def split_rows(acc: Num[Array, "64 n"]) -> tuple[Float32[Array, " m"], Float32[Array, " m"]]:
+    """An accumulator, float32 or int32 -> per-thread elements of the first and of the second row."""
+    size, integers = row_size(acc.shape[1]), acc.dtype == jnp.int32
 
     @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=(row_array(size), row_array(size)))
     def body(_: Any, acc: Fragment) -> tuple[Fragment, ...]:
         registers = acc.registers.reshape(-1, 2)
+        if integers:
+            two = ir.VectorType.get((2,), f32())
+            registers = np.vectorize(lambda pair: arith.sitofp(two, pair), otypes=[object])(registers)
         return tuple(of_registers(registers[:, row], size) for row in range(2))
 
     return body(acc)

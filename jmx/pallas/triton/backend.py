@@ -123,4 +123,4 @@ def _sizes_fit(problem: Problem) -> Rejection | None:
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:
-    return problem.num_tokens or 1, problem.top_k, problem.num_experts
+    return problem.num_tokens or 1, problem.top_k, problem.num_choices

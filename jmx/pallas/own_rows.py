@@ -1,0 +1,154 @@
+"""Moving rows of a device's own experts, where most assignments of its tokens are those of other devices' experts.
+
+Sorted rows have the size that any routing may need. XLA gathers all of them, and for a token's sum reads a row for each
+of its slots, also those of other devices. These kernels touch only the rows that are used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmx import grouping
+from jmx.engines import grouped
+from jmx.grouping import Blocks, Work
+from jmx.pallas import defined
+from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Bool, Float, Int32, Shaped
+
+ROWS, COLUMNS, WARPS = 4, 512, 4  # of a tile
+LEAST_SLOTS = 1 << 15  # of all tokens, below which these kernels were no faster than XLA's
+_MOST_ELEMENTS = 1 << 31  # of an array, in which Triton's indices are of 32 bits
+
+
+def take(x: Shaped[Array, "T H"], index: Int32[Array, " R"], blocks: Blocks) -> Shaped[Array, "R H"]:
+    """Rows of x; those after the last block's hold anything. `blocks`: sorted ones, of which rows are `index`'s."""
+    if index.size < LEAST_SLOTS or index.size * x.shape[1] >= _MOST_ELEMENTS:
+        return _taken(x, index)
+    number = jnp.broadcast_to(jnp.asarray(blocks.num_blocks), blocks.experts.shape)
+    return _take(x, index, blocks.x_rows, blocks.counts, number, call=Take())[0]
+
+
+def combine(
+    parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None, dtype: Any
+) -> Float[Array, "T H"]:
+    """`grouping.combine`, of `dtype`."""
+    if work.row_of.size < LEAST_SLOTS or parts.size >= _MOST_ELEMENTS:
+        return grouping.combine(parts, work, weights).astype(dtype)
+    rest = () if weights is None else (weights,)
+    return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
+
+
+def combine_of(problem: Problem, dtype: Any) -> Callable[..., Float[Array, "T H"]]:
+    """What combines the rows of a problem: `combine`, or plain jnp if no expert is elsewhere."""
+    return grouping.combine if problem.num_routed is None else partial(combine, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Take:
+    """What is static of `take`. `interpret`: as in `defined.Call`."""
+
+    interpret: bool = False
+
+    def shapes(self, x: Any, index: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((*index.shape, x.shape[1]), x.dtype)]
+
+    def define(self, x: Shaped[Array, "T H"], index: Int32[Array, " R"], *_: Any) -> list[Shaped[Array, "R H"]]:
+        return [_taken(x, index)]
+
+    def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
+        return _launch(_take_tile, self, given, "jmx_take_own_rows")
+
+
+@dataclass(frozen=True)
+class Combine:
+    """What is static of `combine`.
+
+    Args:
+        dtype: of the sums.
+        interpret: as in `defined.Call`.
+    """
+
+    dtype: Any
+    interpret: bool = False
+
+    def shapes(self, parts: Any, row_of: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((row_of.shape[0], parts.shape[-1]), self.dtype)]
+
+    def define(
+        self, parts: Float[Array, "P R H"], row_of: Int32[Array, "T k"], *weights: Float[Array, "T k"]
+    ) -> list[Float[Array, "T H"]]:
+        work = Work(Blocks(None, 0, 0, 0, 0), row_of, None)
+        return [grouping.combine(parts, work, *(weights or (None,))).astype(self.dtype)]
+
+    def launch(self, *given: Shaped[Array, "..."]) -> list[Float[Array, "T H"]]:
+        return _launch(_combine_tile, self, given, "jmx_combine_own_rows")
+
+
+_take = defined.primitive("jmx_take_own_rows")
+_combine = defined.primitive("jmx_combine_own_rows")
+
+
+def _taken(x: Shaped[Array, "T H"], index: Int32[Array, " R"]) -> Shaped[Array, "R H"]:
+    if x.dtype.itemsize == 2 and x.shape[1] % 2 == 0:
+        return grouped.take_pairs(x, index)
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _launch(kernel: Any, call: Any, given: Any, name: str) -> list[Shaped[Array, "R H"]]:
+    # Importing Pallas takes a second.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    (out,) = call.shapes(*given)
+    return pl.pallas_call(
+        kernel,
+        out_shape=[out],
+        grid=(pl.cdiv(out.shape[0], ROWS), pl.cdiv(out.shape[1], COLUMNS)),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=call.interpret,
+        name=name,
+    )(*given)
+
+
+def _tile(out: Any) -> tuple[Int32[Array, " r"], Int32[Array, "1 c"], Bool[Array, "r c"]]:
+    """Rows and columns of this CTA's tile of a result, and which of them are inside."""
+    from jax.experimental import pallas as pl
+
+    rows = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+    columns = (pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))[None, :]
+    return rows, columns, (rows < out.shape[0])[:, None] & (columns < out.shape[1])
+
+
+def _take_tile(x: Any, index: Any, x_rows: Any, counts: Any, number: Any, out: Any) -> None:
+    from jax.experimental.pallas import triton as plgpu
+
+    rows, columns, inside = _tile(out)
+    last = jnp.maximum(number[0] - 1, 0)
+    used = rows < x_rows[last] + counts[last]
+    tokens = plgpu.load(index.at[rows], mask=used, other=0)
+    inside &= used[:, None]
+    values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
+    plgpu.store(out.at[rows[:, None], columns], values, mask=inside)
+
+
+def _combine_tile(parts: Any, row_of: Any, *rest: Any) -> None:
+    from jax.experimental.pallas import triton as plgpu
+
+    *weights, out = rest
+    tokens, columns, inside = _tile(out)
+    total = jnp.zeros(inside.shape, jnp.float32)
+    for slot in range(row_of.shape[1]):
+        row = plgpu.load(row_of.at[tokens, slot], mask=tokens < out.shape[0], other=-1)
+        read = inside & (row >= 0)[:, None]
+        term: Any = 0.0
+        for part in range(parts.shape[0]):
+            term += plgpu.load(parts.at[part, row[:, None], columns], mask=read, other=0).astype(jnp.float32)
+        if weights:
+            factor = plgpu.load(weights[0].at[tokens, slot], mask=row >= 0, other=0)
+            term *= factor.astype(jnp.float32)[:, None]
+        total += term
+    plgpu.store(out.at[tokens[:, None], columns], total.astype(out.dtype), mask=inside)
