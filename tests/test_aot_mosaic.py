@@ -205,9 +205,7 @@ def test_adapters_are_added_in_the_epilogue_of_a_sound_kernel(format, tokens, or
 
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, its: tuple[Experts, Any]) -> jax.Array:
         activation = "relu2" if order is None else "swiglu"
-        return jmx.moe(
-            x, Routing(ids, weights), its[0], activation=activation, adapters=its[1], backend=ENGINE.name
-        )
+        return jmx.moe(x, Routing(ids, weights), its[0], activation=activation, adapters=its[1], backend=ENGINE.name)
 
     x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
     ids, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))

@@ -459,20 +459,25 @@ def test_explain_says_which_backends_take_adapters():
 
 
 @pytest.mark.costly
-def test_a_backend_may_add_inside_of_the_activation(rng, monkeypatch):
+@pytest.mark.parametrize("form", ["both", "apart", "up alone"])
+def test_a_backend_may_add_before_the_activation(form, rng, monkeypatch):
     """Where nothing is differentiated; gradients are those of the layer without it."""
     experts = experts_of(rng, ORDERS[rng.integers(4)])
-    adapters, routing = adapters_of(rng, experts, dtype=jnp.bfloat16), routing_of(rng)
+    adapters, routing = (
+        adapters_of(rng, experts, FORMS[form], [(), ("b",)][rng.integers(2)], jnp.bfloat16),
+        routing_of(rng),
+    )
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
     calls = []
 
-    def activated(self, product, h, inner, b):
-        calls.append(h.shape)
-        rows = jnp.arange(len(h), dtype=jnp.int32)
-        ids = jnp.minimum(product.sorted.expert_of(rows), E - 1)
-        more = jnp.einsum("rk,rnk->rn", inner.astype(jnp.float32), b.astype(jnp.float32)[ids])
+    def activated(self, product, of_rows, inner, b):
+        calls.append(of_rows.shape)
+        h = self.product(product, of_rows, jnp.float32)
+        ids = jnp.minimum(product.sorted.expert_of(jnp.arange(len(h), dtype=jnp.int32)), E - 1)
+        b = b.astype(jnp.float32)
+        more = jnp.einsum("rk,rnk->rn", inner.astype(jnp.float32), b[ids] if b.ndim == 3 else b[None].repeat(len(h), 0))
         more += product.experts.take_bias("gate_up", ids).astype(jnp.float32)
-        parts = split_gate_up(h.astype(jnp.float32) + more, product.experts.gate_up_order)
+        parts = split_gate_up(h + more, product.experts.gate_up_order)
         return product.problem.activation(*parts).astype(jnp.bfloat16)
 
     def run():
@@ -481,7 +486,7 @@ def test_a_backend_may_add_inside_of_the_activation(rng, monkeypatch):
         return (y, vjp(y)), moe(x, routing, experts, adapters, backend="xla")
 
     trained, y = run()
-    monkeypatch.setattr(Xla, "takes_added", lambda self, problem, rank: rank == R, raising=False)
+    monkeypatch.setattr(Xla, "takes_added", lambda self, problem, rank: rank in (R, 2 * R), raising=False)
     monkeypatch.setattr(Xla, "activated", activated, raising=False)
     again, at_once = run()
     assert calls

@@ -1,5 +1,6 @@
 """Products of blocks of rows with small matrices of their experts, batched: as adapters have them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from jmx.engines.expert_rows import Rows
 from jmx.numerics.formats import precision
+from jmx.numerics.gate_up import join_gate_up
 from jmx.util.typing import Array, Float, Int32
 
 
@@ -15,6 +17,27 @@ class Factors(NamedTuple):
 
     inner: Float[Array, "R r"]
     b: Float[Array, "*experts N r"]
+
+
+def joined(both: Factors | None, gate: Factors | None, up: Factors | None, order: str | None) -> Factors | None:
+    """What is added to all outputs of the first product, or to gate and up, as one; None if nothing is."""
+    halves = [(its, of_up) for its, of_up in ((gate, False), (up, True)) if its is not None]
+    if both is not None or not halves:
+        return both
+    inner = side_by_side([its.inner for its, _ in halves], -1)
+    return Factors(inner, side_by_side([of_half(its.b, str(order), of_up=of_up) for its, of_up in halves], -1))
+
+
+def of_half(b: Float[Array, "*lead I r"], order: str, *, of_up: bool) -> Float[Array, "*lead N r"]:
+    """The rows of `b`, of gate or of up, among those of both, with zeros for the other half."""
+    halves = (jnp.zeros_like(b.mT), b.mT) if of_up else (b.mT, jnp.zeros_like(b.mT))
+    return join_gate_up(*halves, order).mT
+
+
+def side_by_side(parts: Sequence[Float[Array, "..."]], axis: int) -> Float[Array, "..."]:
+    """Matrices side by side; one that is shared beside one of each expert is repeated for each."""
+    lead = max((part.shape[:-2] for part in parts), key=len)
+    return jnp.concatenate([jnp.broadcast_to(part, (*lead, *part.shape[-2:])) for part in parts], axis=axis)
 
 
 def multiply(factors: Factors, rows: Rows, dtype: Any) -> Float[Array, "n M N"]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx.engines import products
-from jmx.engines.block_products import Factors, multiply
+from jmx.engines.block_products import Factors, joined, multiply
 from jmx.engines.expert_rows import Rows, combine, dispatch
 from jmx.experts import Experts
 from jmx.grouping import SortedRows
@@ -54,7 +54,8 @@ class Added(Protocol):
         ...
 
 
-AtOnce = Callable[[Float[Array, "R H"], Factors, SortedRows, Experts], Float[Array, "R I"]]
+AllFactors = Sequence[Factors | None]  # of what is added to all outputs of the first product, to gate, and to up
+AtOnce = Callable[[Float[Array, "R H"], AllFactors, SortedRows, Experts], Float[Array, "R I"]]
 
 
 class Reference(TransposedProduct, WeightProduct, Protocol):
@@ -69,13 +70,13 @@ class Engine:
         product: a role, rows (R, K), how they are sorted, experts, and the dtype of the result -> (R, W), without a
             bias.
         outputs: a role and such a result (..., W) -> gate and up (..., I), or all outputs alone.
-        activated: the first product with its activation, to which the product of these factors is added, where the
-            backend has it: rows (R, H), the factors, how rows are sorted, experts -> (R, I).
+        activated: the first product with its activation, before which the products of these factors are added, where
+            the backend has it: rows (R, H), the factors, how rows are sorted, experts -> (R, I).
     """
 
     product: Callable[[str, Float[Array, "R K"], SortedRows, Experts, Any], Float[Array, "R W"]]
     outputs: Callable[[str, Float[Array, "*lead W"]], tuple[Float[Array, "..."], ...]]
-    activated: Callable[[Factors], AtOnce | None]
+    activated: Callable[[AllFactors], AtOnce | None]
 
 
 def forward(
@@ -103,7 +104,7 @@ def forward(
         targets = ("gate_up", "gate", "up")
         factors = [None if added is None else added.to_outputs(target, inputs, dtype) for target in targets]
         bias = experts.take_bias("gate_up", rows.expert_of_block)
-        at_once = None if factors[0] is None else engine.activated(factors[0])
+        at_once = engine.activated(factors) if any(factors) else None
         run = partial(_first, problem, engine, dtype)
         if at_once is not None:
             run = products.with_derivative_of(at_once, run)
@@ -126,7 +127,7 @@ def _first(
     engine: Engine,
     dtype: Any,
     of_rows: Float[Array, "R H"],
-    factors: Sequence[Factors | None],
+    factors: AllFactors,
     bias: Float[Array, "n N"] | None,
     rows: Rows,
     experts: Experts,
@@ -186,18 +187,21 @@ def engine_of(backend: ProductBackend, problem: Problem, environment: Environmen
 
         return products.differentiable(role, run, transposed, outer)(rows, sorted, experts)
 
-    def activated(factors: Factors) -> AtOnce | None:
+    def activated(factors: AllFactors) -> AtOnce | None:
         engine: Any = backend  # a type checker would take it for one or the other protocol
-        if not isinstance(engine, ActivatedProduct) or factors.inner.dtype != jnp.bfloat16:
+        given = [its for its in factors if its is not None]
+        if not isinstance(engine, ActivatedProduct) or given[0].inner.dtype != jnp.bfloat16:
             return None
-        if not engine.takes_added(problem, factors.b.shape[-1]):
+        if not engine.takes_added(problem, sum(its.inner.shape[1] for its in given)):
             return None
 
         def at_once(
-            rows: Float[Array, "R H"], factors: Factors, sorted: SortedRows, experts: Experts
+            rows: Float[Array, "R H"], factors: AllFactors, sorted: SortedRows, experts: Experts
         ) -> Float[Array, "R I"]:
-            its = ExpertProduct(problem, "gate_up", sorted, experts, environment)
-            return engine.activated(its, rows, *factors)
+            both, gate, up = factors
+            one = joined(both, gate, up, problem.gate_up_order)
+            assert one is not None
+            return engine.activated(ExpertProduct(problem, "gate_up", sorted, experts, environment), rows, *one)
 
         return at_once
 

@@ -72,14 +72,14 @@ def with_derivative_of(
 
     Args:
         at_once: rows (R, H), factors, how rows are sorted, experts -> (R, I).
-        first: rows, factors (those of `at_once` are the first), bias rows of blocks or None, `expert_rows.Rows`,
-            experts -> (n, M, I). Neither may have arrays of its own.
+        first: rows, factors, bias rows of blocks or None, `expert_rows.Rows`, experts -> (n, M, I). Neither may have
+            arrays of its own.
     """
 
     @jax.custom_vjp
     def call(of_rows: Any, factors: Any, bias: Any, rows: Any, experts: Experts) -> Float[Array, "n M I"]:
         del bias  # that of the experts
-        return rows.blocked(_batchable(at_once)(of_rows, factors[0], rows.sorted, experts))
+        return rows.blocked(_batchable(at_once)(of_rows, factors, rows.sorted, experts))
 
     def forward(*arguments: Any) -> tuple[Float[Array, "n M I"], Any]:
         refuse_weight_gradients(arguments[-1])

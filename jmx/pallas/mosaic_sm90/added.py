@@ -18,7 +18,7 @@ from jmx.pallas.sm90.accumulator import of_registers, own_layout, row_array, row
 from jmx.pallas.sm90.epilogue import index_of_row
 from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, pair, thread_index, utils, wide
-from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
+from jmx.pallas.sm90.operation import SCALAR, Fragment, operation
 from jmx.util.typing import Array, Float, Float32, Int32
 
 COLUMNS = 16  # of one mma.sync

@@ -158,7 +158,8 @@ class Consumer:
 
     @jax.named_scope("epilogue")
     def finish(self, loaded: Loaded, width: int, sums: RowSums) -> None:
-        """The epilogue: rescales the sums, applies scales, bias, what is added, and the activation, stores the results and signals them."""
+        """The epilogue: rescales the sums, applies scales, adds bias and `added`, applies the activation, stores the
+        results and signals them."""
         gemm, item, product = self.gemm, loaded.item, self.gemm.product
         rescale = 2.0**gemm.decoder.rescale_exponent if loaded.rescale is None else loaded.rescale
         outs = [total * rescale for total in sums]
