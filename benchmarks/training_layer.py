@@ -58,7 +58,7 @@ class Case(NamedTuple):
     x: jax.Array
     logits: jax.Array
     dy: jax.Array
-    checked: np.ndarray
+    checked: Any
 
 
 class Outcome(NamedTuple):
@@ -184,10 +184,10 @@ def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -
         arguments = case.x, case.logits, [one] * settings.layers
         forward, both = functions(system)
         with ThreadPoolExecutor() as threads:  # compiling needs no lock of Python's, lowering does
-            given = (forward, arguments), (both, (*arguments, case.dy))
-            compiled = [threads.submit(jax.jit(its).lower(*operands).compile) for its, operands in given]
+            calls: Any = (forward, arguments), (both, (*arguments, case.dy))
+            compiled = [threads.submit(jax.jit(its).lower(*given).compile) for its, given in calls]
             reference(shape, settings.layers, min(CHECKED, num_tokens))
-        return Program(system, *(each.result() for each in compiled), note)
+        return Program(system, compiled[0].result(), compiled[1].result(), note)
     except Exception as error:  # whatever a library raises for what it does not support
         return described(error, 300)
 

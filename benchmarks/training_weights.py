@@ -154,8 +154,8 @@ def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -
         experts = jax.eval_shape(shape.experts, jax.random.key(0))
         weights = jax.eval_shape(system.prepare, experts)
         given = (*case[:2], weights), (*case[:2], weights, case[2])
-        checked = Case(*case, jax.ShapeDtypeStruct((0,), jnp.float32))
-        calls = {name: (its, given[name != "forward"]) for name, its in functions(system).items()}
+        checked = Case(case[0], case[1], case[2], jax.ShapeDtypeStruct((0,), jnp.float32))
+        calls: dict[str, Any] = {name: (its, given[name != "forward"]) for name, its in functions(system).items()}
         calls |= {"prepare": (system.prepare, (experts,))}
         calls |= {"of_expert": (partial(expert_gradients, shape), (checked, experts))}
         with ThreadPoolExecutor() as threads:  # compiling needs no lock of Python's, lowering does
