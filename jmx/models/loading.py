@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
-from jmx.checkpoint import peft
+from jmx.checkpoint import CheckpointError, peft
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.experts import MeshAxes
 from jmx.models import hub
@@ -141,8 +141,12 @@ def file_source(
     family = family_of(path)
     if format is None and (source := family.reader(path)) is not None:
         return source
+    config = family.read_config(path)
+    if not family.experts(config):
+        number = config.num_hidden_layers
+        raise CheckpointError(path / "config.json", f"must have a layer with experts, but all {number} are dense")
     checkpoint = Checkpoint(path, format=format, gate_up_order=family.gate_up_order, **options)
-    config, stored = _untied(checkpoint, family.read_config(path))
+    config, stored = _untied(checkpoint, config)
     more = {}
     if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
         more[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)

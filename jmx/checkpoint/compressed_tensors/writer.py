@@ -56,7 +56,7 @@ def convert(
 
 
 def _outputs(reader: Reader) -> Iterator[Output]:
-    """Every tensor: first those outside experts, then those of each layer, module by module."""
+    """Every tensor: first those outside experts or in floats, then those of each layer, module by module."""
     modules = {
         tensor.name: parts for layer in reader.layers.values() for tensor, parts in _expert_tensors(layer).items()
     }
@@ -70,11 +70,11 @@ def _outputs(reader: Reader) -> Iterator[Output]:
 
 
 def _expert_tensors(layer: Layer) -> dict[Tensor, list[tuple[Module, str]]]:
-    """The modules that the parts of each of a layer's tensors come from: one, or those of all experts."""
+    """The quantized modules that the parts of each of a layer's tensors come from: one, or those of all experts."""
     found: dict[Tensor, list[tuple[Module, str]]] = {}
     for role in ROLES:
         for its in layer.modules[role]:
-            for module in its:
+            for module in (module for module in its if isinstance(module, Module)):
                 for last, piece in module.pieces.items():
                     parts = found.setdefault(piece.tensor, [])
                     if piece.expert is not None or not parts:
