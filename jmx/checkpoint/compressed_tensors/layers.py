@@ -80,8 +80,10 @@ class ExpertModules[M: Module | FloatModule]:
 
     def tensors(self) -> set[Tensor]:
         """The tensors that hold these experts."""
-        modules = (module for role in ROLES for parts in self.modules[role] for module in parts)
-        return {piece.tensor for module in modules for piece in module.pieces.values()}
+        return {piece.tensor for module in self._every() for piece in module.pieces.values()}
+
+    def _every(self) -> Iterator[M]:
+        return (module for role in ROLES for parts in self.modules[role] for module in parts)
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,17 @@ class Layer(ExpertModules[Module | RoundedModule]):
     @property
     def schemes(self) -> list[Scheme]:
         """Those of the modules that are quantized in the files, each once."""
-        found = dict.fromkeys(m.scheme for its in self.modules.values() for parts in its for m in parts)
-        return [scheme for scheme in found if scheme is not None]
+        return [*dict.fromkeys(module.scheme for module in self.quantized)]
+
+    @property
+    def quantized(self) -> list[Module]:
+        """The modules that are quantized in the files."""
+        return [module for module in self._every() if isinstance(module, Module)]
 
     @property
     def rounded(self) -> list[RoundedModule]:
         """The modules that are floats in the files."""
-        every = (module for role in ROLES for parts in self.modules[role] for module in parts)
-        return [module for module in every if isinstance(module, RoundedModule)]
+        return [module for module in self._every() if isinstance(module, RoundedModule)]
 
     def arrays(self) -> dict[str, "Stacked"]:
         """The layer's arrays, packed, by name as `jmx.Experts.arrays` names them."""
@@ -247,9 +252,10 @@ def find_modules(
             continue
         layers.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
     if not layers:
-        raise CheckpointError(
-            quantization.file.parent, "must hold tensors of experts, such as 'experts.0.up_proj.weight'"
-        )
+        rule = "must hold tensors of experts, such as 'experts.0.up_proj.weight'"
+        quantized = next((tensor.name for tensor in others if tensor.name.rpartition(".")[2] in QUANTIZED), None)
+        rule += "" if quantized is None else f", but is quantized in others, such as {quantized!r}"
+        raise CheckpointError(quantization.file.parent, rule)
     built = {name: _layer(name, experts, quantization, gate_up_order) for name, experts in layers.items()}
     quantized = {name: layer for name, layer in built.items() if layer is not None}
     for tensor in others:
