@@ -292,7 +292,7 @@ def fill[M: Model](
                 if isinstance(experts, FloatExperts) and model.qat is None:
                     experts = experts_of(experts, model.dtype)
                 if isinstance(experts, jmx.Experts):
-                    experts = _with_biases_in(model.dtype, experts)
+                    experts = with_biases_in(model.dtype, experts)
                     experts = experts if model.split is None else _over(model.split, experts)
                 block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
                 if adapters is not None and number in adapters.layers:
@@ -311,7 +311,7 @@ def _order(model: Model, source: Source) -> list[int | str]:
     return order
 
 
-def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Experts:
+def with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Experts:
     biases = {name: array.astype(dtype) for name, array in experts.arrays().items() if name.endswith("_bias")}
     return experts.with_arrays(experts.arrays() | biases)
 
