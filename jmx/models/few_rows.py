@@ -100,3 +100,12 @@ def takes(x: jax.Array, weights: Any, norm: Norm | None) -> bool:
     if not isinstance(tokens, int):  # symbolic
         return False
     return choice.reject_reason(tokens, x.dtype, weights.shape, jmx.Environment.probe(x)) is None
+
+
+def read_next(x: jax.Array, weights: Any) -> jax.Array | None:
+    """`weights` if the kernel after a call with x (B, T, ...) reads them for so few tokens that memory bounds it."""
+    tokens = x.shape[0] * x.shape[1]
+    if not isinstance(tokens, int) or tokens > choice.MOST_READ_AHEAD or getattr(weights, "dtype", None) != x.dtype:
+        return None
+    reason = choice.reject_reason(tokens, x.dtype, weights.shape, jmx.Environment.probe(x))
+    return weights if reason is None else None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -73,6 +74,8 @@ def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work) -> N
 
 def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work) -> None:
     nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
+    if TRIGGERS:
+        nth += _trigger()
     weights = _weights(factors, tile, work.rows(nth), True)
     xs, squares = _tokens(factors, tile)
     rates = rate(squares)
@@ -88,6 +91,21 @@ def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work
         return following
 
     lax.fori_loop(0, (work.num_tiles - nth + stride - 1) // stride, multiply, weights)
+
+
+TRIGGERS = False
+
+
+def _trigger() -> Array:
+    """0. The next kernel's CTAs may begin once all of this one's CTAs have: they wait for its end by themselves."""
+    (zero,) = plgpu.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        args=[jnp.zeros((1,), jnp.int32)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+    )
+    return jnp.sum(zero)
 
 
 def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"]) -> tuple[Array, Array]:

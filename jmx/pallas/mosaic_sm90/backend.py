@@ -130,7 +130,7 @@ class MosaicSm90(LimitedBackend):
             launched = {"config": config, "num_rows": work.num_rows, "num_cores": environment.core_count or 1}
             blocks = blocks.of_layer(experts.first_expert)
             if problem.input_format is None:
-                out = expert_products(padded(rows.values), first, second, blocks, **launched)
+                out = expert_products(padded(rows.values), first, second, blocks, **launched, read_next=work.read_next)
             else:  # h must be complete before it is rounded
                 dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
                 first = dataclasses.replace(first, dtype=dtype)

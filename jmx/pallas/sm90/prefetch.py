@@ -1,0 +1,53 @@
+"""Reading weights of the next kernel into the L2 cache, by threads of a kernel that leaves memory idle."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.sm90.mlir import constant, i64, less, utils, wide
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
+from jmx.util.typing import Array, Int32, Shaped
+
+PIECE = 4096  # bytes of one request
+
+
+def flat(array: Shaped[Array, "..."] | None) -> Shaped[Array, "1 n"] | None:
+    """An array as `begin` takes it: of one row, as kernels want rows that begin at multiples of 256 bytes."""
+    return None if array is None else array.reshape(1, -1)
+
+
+def begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int) -> None:
+    """Requests the `nth` of `shares` shares of a contiguous array from global memory, and waits for nothing.
+
+    `num_threads`: those that call it, the first threads of the CTA or of a warpgroup, or a warp. A rest of less than
+    `PIECE` bytes is left out.
+    """
+    pieces = _size(array) // PIECE
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR))
+    def body(_: Any, array: ir.Value, nth: Fragment) -> None:
+        base = llvm.ptrtoint(i64(), utils.memref_ptr(array))
+        thread = arith.remui(utils.thread_idx(), constant(num_threads))
+        first = arith.addi(arith.muli(nth.registers.item(), constant(num_threads)), thread)
+        for step in range(0, pieces, shares * num_threads):
+            piece = arith.addi(first, constant(step))
+            at = arith.addi(base, arith.muli(wide(piece), constant(PIECE, i64())))
+            utils.inline_ptx(
+                f"@$1 cp.async.bulk.prefetch.L2.global [$0], {PIECE};",
+                at,
+                less(piece, constant(pieces)),
+                has_side_effects=True,
+            )
+
+    body(array, nth)
+
+
+def _size(array: Ref) -> int:
+    """Bytes of an array."""
+    count = 1
+    for axis in array.shape:
+        count *= axis
+    return count * jnp.dtype(array.dtype).itemsize
