@@ -198,10 +198,11 @@ class Model(nnx.Module):
 
     def _read_next(self, index: int, x: jax.Array) -> jax.Array | None:
         """The weights of the product that follows a layer on x (B, T, H), if it is one of few tokens."""
-        if index + 1 == len(self.layers):
-            return None
-        grouped = getattr(self.layers[index + 1].attention, "grouped", None)
-        return None if grouped is None else few_rows.read_next(x, grouped.weights.get_value())
+        if index + 1 < len(self.layers):
+            following = getattr(self.layers[index + 1].attention, "grouped", None)
+        else:
+            following = self.unembedding
+        return None if following is None else few_rows.read_next(x, following.weights.get_value())
 
     def embed(self, tokens: jax.Array, starts: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The residual stream before the first layer (B, T, H), and the angles of the positions of `tokens`."""

@@ -12,6 +12,7 @@ from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
 from jmx.util.typing import Array, Int32, Shaped
 
 PIECE = 4096  # bytes of one request
+MOST = 32 << 20  # bytes of an array that are read: more would displace each other in an L2 cache of 50 MB
 
 
 def flat(array: Shaped[Array, "..."] | None) -> Shaped[Array, "1 n"] | None:
@@ -22,10 +23,10 @@ def flat(array: Shaped[Array, "..."] | None) -> Shaped[Array, "1 n"] | None:
 def begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int) -> None:
     """Requests the `nth` of `shares` shares of a contiguous array from global memory, and waits for nothing.
 
-    `num_threads`: those that call it, the first threads of the CTA or of a warpgroup, or a warp. A rest of less than
-    `PIECE` bytes is left out.
+    `num_threads`: those that call it, a warpgroup or a warp. What is after the first `MOST` bytes, and a rest of less
+    than `PIECE`, is left out.
     """
-    pieces = _size(array) // PIECE
+    pieces = min(_size(array), MOST) // PIECE
 
     @operation(arg_types=(plgpu.RefType(), SCALAR))
     def body(_: Any, array: ir.Value, nth: Fragment) -> None:
