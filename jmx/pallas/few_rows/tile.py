@@ -9,7 +9,7 @@ A norm's scale multiplies x, and its rate, which is known after the last column,
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -76,23 +76,39 @@ def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work
     nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
     if TRIGGERS:
         nth += _trigger()
-    weights = _weights(factors, tile, work.rows(nth), True)
+    each = -(-work.num_tiles // stride)
+    on_the_way: list[Any] = []
+
+    def load(step: int) -> None:
+        here = nth + step * stride
+        there = True if (step + 1) * stride <= work.num_tiles else here < work.num_tiles
+        weights = _weights(factors, tile, work.rows(jnp.where(there, here, nth)), there)
+        on_the_way.append((here, there, weights, work.load(jnp.where(there, here, nth))))
+
+    for step in range(min(DEPTH, each)):
+        load(step)
+    plgpu.debug_barrier()
     xs, squares = _tokens(factors, tile)
     rates = rate(squares)
 
-    def multiply(step: Int32[Array, ""], weights: list[Array]) -> list[Array]:
-        here = nth + step * stride
-        loaded = work.load(here)
-        ahead = here + stride
-        more = ahead < work.num_tiles
-        following = _weights(factors, tile, work.rows(jnp.where(more, ahead, here)), more)
+    def multiply(here: Int32[Array, ""], weights: list[Array], loaded: Any) -> None:
         sums = _summed(weights, xs)
         work.finish(here, loaded, sums if rates is None else sums * rates, rates)
-        return following
 
-    lax.fori_loop(0, (work.num_tiles - nth + stride - 1) // stride, multiply, weights)
+    for step in range(each):
+        if step + DEPTH < each:
+            load(step + DEPTH)
+            plgpu.debug_barrier()
+        here, there, *loaded = on_the_way.pop(0)
+        if there is True:
+            multiply(here, *loaded)
+        else:
+            pl.when(there)(partial(multiply, here, *loaded))
 
 
+DEPTH = 2
+VOLATILE = False
+BARRIER = True
 TRIGGERS = False
 
 
@@ -130,6 +146,7 @@ def _weights(
             factors.weights.at[rows[:, None], columns],
             mask=jnp.broadcast_to((columns < size) & where, (rows.size, tile.columns)),
             other=0,
+            volatile=VOLATILE,
         )
         for columns in _columns(factors, tile)
     ]

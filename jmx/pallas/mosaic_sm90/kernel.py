@@ -157,10 +157,15 @@ def _products(
 
         def produce_weights() -> None:
             each(copy_weights)
-            if read_next is not None:
+            if read_next is not None and WHERE == "weights":
                 prefetch.begin(read_next, cta, num_cores, 32)
 
-        specialize(warpgroup, config, lambda: each(consume), produce_weights, lambda: each(copy_rows))
+        def produce_rows() -> None:
+            each(copy_rows)
+            if read_next is not None and WHERE == "rows":
+                prefetch.begin(read_next, cta, num_cores, 32)
+
+        specialize(warpgroup, config, lambda: each(consume), produce_weights, produce_rows)
 
     operands = tuple(map(operands_of, products))
     shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed)
@@ -169,6 +174,9 @@ def _products(
     )
     written = jax.new_ref(blocks.zeros)
     return launch(kernel, x, operands, blocks.arrays, written, prefetch.flat(read_next))[-1]
+
+
+WHERE = "rows"
 
 
 def _scope(product: Product) -> str:

@@ -11,7 +11,7 @@ from jmx.pallas.sm90.mlir import constant, i64, less, utils, wide
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
 from jmx.util.typing import Array, Int32, Shaped
 
-PIECE = 4096  # bytes of one request
+PIECE = 128  # bytes of one request
 MOST = 32 << 20  # bytes of an array that are read: more would displace each other in an L2 cache of 50 MB
 
 
@@ -37,13 +37,16 @@ def begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int) -> N
             piece = arith.addi(first, constant(step))
             at = arith.addi(base, arith.muli(wide(piece), constant(PIECE, i64())))
             utils.inline_ptx(
-                f"@$1 cp.async.bulk.prefetch.L2.global [$0], {PIECE};",
+                f"@$1 {REQUEST};".format(size=PIECE),
                 at,
                 less(piece, constant(pieces)),
                 has_side_effects=True,
             )
 
     body(array, nth)
+
+
+REQUEST = "prefetch.global.L2 [$0]"
 
 
 def _size(array: Ref) -> int:
