@@ -8,6 +8,7 @@ rows that each can have a CTA, they are multiplied out of registers, too.
 A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jmx.pallas.few_rows.choice import Tile
 from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
+
+AHEAD = 2  # tiles of one token that are on their way before it is multiplied by the first one
 
 Ref = Any
 Rate = Float32[Array, "1 t"] | None
@@ -55,79 +58,88 @@ def padded_tokens(num_tokens: int) -> int:
     return 1 if num_tokens == 1 else -(-num_tokens // 8) * 8
 
 
-def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work) -> None:
-    """Computes the tiles of this CTA."""
+def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work, *, interpret: bool) -> None:
+    """Computes the tiles of this CTA. `interpret`: whether Pallas interprets the kernel."""
     size = factors.x.shape[1]
 
     def rate(squares: Float32[Array, "1 t"]) -> Rate:
         return None if factors.scale is None else lax.rsqrt(squares / size + epsilon)
 
     if factors.x.shape[0] == 1:
-        return _one_token(factors, tile, rate, work)
+        return _one_token(factors, tile, rate, work, interpret)
     nth = pl.program_id(0)
     loaded = work.load(nth)
-    products = _by_tensor_cores if tile.rows > 1 else _of_one_row
-    sums, squares = products(factors, tile, work.rows(nth))
+    if tile.rows > 1:
+        sums, squares = _by_tensor_cores(factors, tile, work.rows(nth))
+    else:
+        sums, squares = _of_one_row(factors, tile, work.rows(nth), interpret)
     rates = rate(squares)
     return work.finish(nth, loaded, sums if rates is None else sums * rates, rates)
 
 
-def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work) -> None:
-    nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
-    if TRIGGERS:
-        nth += _trigger()
+def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work, interpret: bool) -> None:
+    nth, stride = pl.program_id(0) + _let_next_begin(interpret), tile.num_ctas(1, work.num_tiles)
     each = -(-work.num_tiles // stride)
-    on_the_way: list[Any] = []
+    on_the_way: deque[Any] = deque()
 
     def load(step: int) -> None:
         here = nth + step * stride
         there = True if (step + 1) * stride <= work.num_tiles else here < work.num_tiles
-        weights = _weights(factors, tile, work.rows(jnp.where(there, here, nth)), there)
-        on_the_way.append((here, there, weights, work.load(jnp.where(there, here, nth))))
+        number = jnp.where(there, here, nth)
+        on_the_way.append((there, number, _weights(factors, tile, work.rows(number), there), work.load(number)))
 
-    for step in range(min(DEPTH, each)):
+    for step in range(min(AHEAD, each)):
         load(step)
-    plgpu.debug_barrier()
-    xs, squares = _tokens(factors, tile)
+    xs, squares = _tokens(factors, tile, interpret)
     rates = rate(squares)
 
-    def multiply(here: Int32[Array, ""], weights: list[Array], loaded: Any) -> None:
+    def multiply(number: Int32[Array, ""], weights: list[Array], loaded: Any) -> None:
         sums = _summed(weights, xs)
-        work.finish(here, loaded, sums if rates is None else sums * rates, rates)
+        work.finish(number, loaded, sums if rates is None else sums * rates, rates)
 
     for step in range(each):
-        if step + DEPTH < each:
-            load(step + DEPTH)
-            plgpu.debug_barrier()
-        here, there, *loaded = on_the_way.pop(0)
+        if step + AHEAD < each:
+            load(step + AHEAD)
+            _keep_order(interpret)
+        there, *loaded = on_the_way.popleft()
         if there is True:
-            multiply(here, *loaded)
+            multiply(*loaded)
         else:
-            pl.when(there)(partial(multiply, here, *loaded))
+            pl.when(there)(partial(multiply, *loaded))
 
 
-DEPTH = 2
-VOLATILE = False
-BARRIER = True
-TRIGGERS = False
+def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"], interpret: bool) -> tuple[Array, Array]:
+    weights = _weights(factors, tile, row, True)
+    xs, squares = _tokens(factors, tile, interpret)
+    return _summed(weights, xs).reshape(1, -1), squares.reshape(1, -1)
 
 
-def _trigger() -> Array:
-    """0. The next kernel's CTAs may begin once all of this one's CTAs have: they wait for its end by themselves."""
+def _keep_order(interpret: bool) -> None:
+    """Loads so far are on their way before any after this one.
+
+    The threads of a CTA meet, which they need not, but ptxas moves loads behind products to use fewer registers, and no
+    load over a barrier.
+    """
+    if not interpret:
+        plgpu.debug_barrier()
+
+
+def _let_next_begin(interpret: bool) -> Int32[Array, ""]:
+    """0. CTAs of the next kernel of a CUDA graph may begin when all of this one have, where its launch is programmatic.
+
+    XLA launches its own kernels and those of Triton so on Hopper GPUs. Their first instruction waits until the kernels
+    before have ended, and what these wrote is visible.
+    """
+    if interpret:
+        return jnp.int32(0)
     (zero,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[jnp.zeros((1,), jnp.int32)],
+        args=[jnp.zeros(1, jnp.int32)],
         constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
     )
     return jnp.sum(zero)
-
-
-def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"]) -> tuple[Array, Array]:
-    weights = _weights(factors, tile, row, True)
-    xs, squares = _tokens(factors, tile)
-    return _summed(weights, xs).reshape(1, -1), squares.reshape(1, -1)
 
 
 def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:
@@ -146,24 +158,26 @@ def _weights(
             factors.weights.at[rows[:, None], columns],
             mask=jnp.broadcast_to((columns < size) & where, (rows.size, tile.columns)),
             other=0,
-            volatile=VOLATILE,
         )
         for columns in _columns(factors, tile)
     ]
 
 
-def _tokens(factors: Factors, tile: Tile) -> tuple[list[Float32[Array, "t c"]], Float32[Array, "t 1"]]:
-    """The tokens, times the norm's scale, and the sums of their squares."""
+def _tokens(factors: Factors, tile: Tile, interpret: bool) -> tuple[list[Float32[Array, "t c"]], Float32[Array, "t 1"]]:
+    """The tokens, times the norm's scale, and the sums of their squares. They are loaded after all that was before."""
     count, size = factors.x.shape
     token = jnp.arange(padded_tokens(count), dtype=jnp.int32)[:, None]
-    steps = _columns(factors, tile)
+    steps, scales = _columns(factors, tile), None
+    if factors.scale is not None:
+        scales = [plgpu.load(factors.scale.at[its], mask=its < size, other=0) for its in steps]
+    _keep_order(interpret)
     xs = [
         plgpu.load(factors.x.at[token, its], mask=(its < size) & (token < count), other=0).astype(jnp.float32)
         for its in steps
     ]
     squares = jnp.sum(reduce(jnp.add, (x * x for x in xs)), axis=1, keepdims=True)
-    if factors.scale is not None:
-        xs = [x * plgpu.load(factors.scale.at[its], mask=its < size, other=0) for x, its in zip(xs, steps, strict=True)]
+    if scales is not None:
+        xs = [x * scale for x, scale in zip(xs, scales, strict=True)]
     return xs, squares
 
 
