@@ -12,7 +12,8 @@ from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
 from jmx.util.typing import Array, Int32, Shaped
 
 PIECE = 128  # bytes of one request
-MOST = 32 << 20  # bytes of an array that are read: more would displace each other in an L2 cache of 50 MB
+MOST_BULK = 12 << 20
+MOST = 12 << 20  # bytes of an array that are read: more would displace each other in an L2 cache of 50 MB
 
 
 def flat(array: Shaped[Array, "..."] | None) -> Shaped[Array, "1 n"] | None:
@@ -26,7 +27,10 @@ def begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int) -> N
     `num_threads`: those that call it, a warpgroup or a warp. What is after the first `MOST` bytes, and a rest of less
     than `PIECE`, is left out.
     """
-    pieces = min(_size(array), MOST) // PIECE
+    bulk = num_threads > 32
+    piece_size = 4096 if bulk else PIECE
+    request = "cp.async.bulk.prefetch.L2.global [$0], 4096" if bulk else "prefetch.global.L2 [$0]"
+    pieces = min(_size(array), MOST_BULK if bulk else MOST) // piece_size
 
     @operation(arg_types=(plgpu.RefType(), SCALAR))
     def body(_: Any, array: ir.Value, nth: Fragment) -> None:
@@ -35,9 +39,9 @@ def begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int) -> N
         first = arith.addi(arith.muli(nth.registers.item(), constant(num_threads)), thread)
         for step in range(0, pieces, shares * num_threads):
             piece = arith.addi(first, constant(step))
-            at = arith.addi(base, arith.muli(wide(piece), constant(PIECE, i64())))
+            at = arith.addi(base, arith.muli(wide(piece), constant(piece_size, i64())))
             utils.inline_ptx(
-                f"@$1 {REQUEST};".format(size=PIECE),
+                f"@$1 {request};",
                 at,
                 less(piece, constant(pieces)),
                 has_side_effects=True,
