@@ -17,7 +17,6 @@ from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitRes
 from jmx.pallas.sm90 import prefetch
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.tiles import THREADS
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
@@ -78,7 +77,7 @@ def flash_decode(
             return _attend_split(call, operands, results, shared=shared)
         split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
         nth = ((split - splits) * kv_heads + kv_head) * batch + row
-        pl.when(split >= splits)(lambda: prefetch.begin(read_next, nth, further * kv_heads * batch, THREADS))
+        pl.when(split >= splits)(lambda: prefetch.by_copies(read_next, nth, further * kv_heads * batch))
         pl.when(split < splits)(lambda: _attend_split(call, operands, results, shared=shared))
         return None
 

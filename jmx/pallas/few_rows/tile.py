@@ -1,7 +1,7 @@
 """Products of tiles of a weight's rows with all tokens, which the kernels of this package consist of.
 
-One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which the next one is on its
-way while the present one is multiplied. So memory is never idle, and no tensor core is needed. Several tokens are
+One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which `AHEAD` are on their
+way before it is multiplied by the first one. No tensor core is needed. Several tokens are
 columns of a tensor core's product, whose steps along K Triton's pipeline loads ahead; or, where a weight has so few
 rows that each can have a CTA, they are multiplied out of registers, too.
 
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -78,7 +77,7 @@ def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work, *, i
 
 
 def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work, interpret: bool) -> None:
-    nth, stride = pl.program_id(0) + _let_next_begin(interpret), tile.num_ctas(1, work.num_tiles)
+    nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
     each = -(-work.num_tiles // stride)
     on_the_way: deque[Any] = deque()
 
@@ -122,24 +121,6 @@ def _keep_order(interpret: bool) -> None:
     """
     if not interpret:
         plgpu.debug_barrier()
-
-
-def _let_next_begin(interpret: bool) -> Int32[Array, ""]:
-    """0. CTAs of the next kernel of a CUDA graph may begin when all of this one have, where its launch is programmatic.
-
-    XLA launches its own kernels and those of Triton so on Hopper GPUs. Their first instruction waits until the kernels
-    before have ended, and what these wrote is visible.
-    """
-    if interpret:
-        return jnp.int32(0)
-    (zero,) = plgpu.elementwise_inline_asm(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[jnp.zeros(1, jnp.int32)],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
-    )
-    return jnp.sum(zero)
 
 
 def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:

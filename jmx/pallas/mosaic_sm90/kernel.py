@@ -65,7 +65,7 @@ def expert_products(
             or here an array (B,) of equal numbers, are computed.
         num_rows: R, rows of the result. Rows that belong to no block are not written: their contents are undefined.
         num_cores: CTAs, at most the number of SMs: all of them must be resident, since they wait for each other's h.
-        read_next: an array to read into the L2 cache when the last weights are on their way.
+        read_next: an array to read into the L2 cache when all that is to be multiplied is on its way.
 
     Returns:
         (config.split_k * R, down.rows.num_outputs) of down's dtype: the parts, one below the other.
@@ -155,17 +155,12 @@ def _products(
                 with jax.named_scope(_scope(gemm.product)):
                     function(gemm)
 
-        def produce_weights() -> None:
-            each(copy_weights)
-            if read_next is not None and WHERE == "weights":
-                prefetch.begin(read_next, cta, num_cores, 32)
-
         def produce_rows() -> None:
             each(copy_rows)
-            if read_next is not None and WHERE == "rows":
-                prefetch.begin(read_next, cta, num_cores, 32)
+            if read_next is not None:  # nothing is left to copy, but much to multiply
+                prefetch.by_lines(read_next, cta, num_cores)
 
-        specialize(warpgroup, config, lambda: each(consume), produce_weights, produce_rows)
+        specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), produce_rows)
 
     operands = tuple(map(operands_of, products))
     shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed)
@@ -174,9 +169,6 @@ def _products(
     )
     written = jax.new_ref(blocks.zeros)
     return launch(kernel, x, operands, blocks.arrays, written, prefetch.flat(read_next))[-1]
-
-
-WHERE = "rows"
 
 
 def _scope(product: Product) -> str:

@@ -1,4 +1,7 @@
-"""Reading weights of the next kernel into the L2 cache, by threads of a kernel that leaves memory idle."""
+"""Reading weights of the next kernel into the L2 cache, by threads of a kernel that leaves memory idle.
+
+Requests are begun, and not waited for. The first `MOST` bytes of an array are read, in whole requests.
+"""
 
 from typing import Any
 
@@ -9,52 +12,51 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.sm90.mlir import constant, i64, less, utils, wide
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
+from jmx.pallas.sm90.tiles import THREADS
 from jmx.util.typing import Array, Int32, Shaped
 
-PIECE = 128  # bytes of one request
-MOST_BULK = 12 << 20
-MOST = 12 << 20  # bytes of an array that are read: more would displace each other in an L2 cache of 50 MB
+MOST = 12 << 20  # bytes: about what memory reads while attention or the end of the experts leaves it idle
+COPY = 4096  # bytes of a request to an SM's copy engine
+LINE = 128  # bytes
+WARP = 32  # threads
 
 
 def flat(array: Shaped[Array, "..."] | None) -> Shaped[Array, "1 n"] | None:
-    """An array as `begin` takes it: of one row, as kernels want rows that begin at multiples of 256 bytes."""
+    """An array as kernels take it here: of one row, since rows must begin at multiples of 256 bytes."""
     return None if array is None else array.reshape(1, -1)
 
 
-def begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int) -> None:
-    """Requests the `nth` of `shares` shares of a contiguous array from global memory, and waits for nothing.
+def by_copies(array: Ref, nth: Int32[Array, ""], shares: int) -> None:
+    """A CTA of one warpgroup requests the `nth` of `shares` shares of a contiguous array in global memory.
 
-    `num_threads`: those that call it, a warpgroup or a warp. What is after the first `MOST` bytes, and a rest of less
-    than `PIECE`, is left out.
+    The CTA's own copies by TMA wait behind these requests, and its end does.
     """
-    bulk = num_threads > 32
-    piece_size = 4096 if bulk else PIECE
-    request = "cp.async.bulk.prefetch.L2.global [$0], 4096" if bulk else "prefetch.global.L2 [$0]"
-    pieces = min(_size(array), MOST_BULK if bulk else MOST) // piece_size
+    _begin(array, nth, shares, THREADS, COPY, f"cp.async.bulk.prefetch.L2.global [$0], {COPY}")
+
+
+def by_lines(array: Ref, nth: Int32[Array, ""], shares: int) -> None:
+    """As `by_copies`, by a warp, whose CTA's copies do not wait; these requests take more instructions."""
+    _begin(array, nth, shares, WARP, LINE, "prefetch.global.L2 [$0]")
+
+
+def _begin(array: Ref, nth: Int32[Array, ""], shares: int, num_threads: int, size: int, request: str) -> None:
+    """`request`: PTX that reads `size` bytes from the address $0 on."""
+    number = min(_bytes(array), MOST) // size
 
     @operation(arg_types=(plgpu.RefType(), SCALAR))
     def body(_: Any, array: ir.Value, nth: Fragment) -> None:
         base = llvm.ptrtoint(i64(), utils.memref_ptr(array))
         thread = arith.remui(utils.thread_idx(), constant(num_threads))
         first = arith.addi(arith.muli(nth.registers.item(), constant(num_threads)), thread)
-        for step in range(0, pieces, shares * num_threads):
-            piece = arith.addi(first, constant(step))
-            at = arith.addi(base, arith.muli(wide(piece), constant(piece_size, i64())))
-            utils.inline_ptx(
-                f"@$1 {request};",
-                at,
-                less(piece, constant(pieces)),
-                has_side_effects=True,
-            )
+        for step in range(0, number, shares * num_threads):
+            here = arith.addi(first, constant(step))
+            address = arith.addi(base, arith.muli(wide(here), constant(size, i64())))
+            utils.inline_ptx(f"@$1 {request};", address, less(here, constant(number)), has_side_effects=True)
 
     body(array, nth)
 
 
-REQUEST = "prefetch.global.L2 [$0]"
-
-
-def _size(array: Ref) -> int:
-    """Bytes of an array."""
+def _bytes(array: Ref) -> int:
     count = 1
     for axis in array.shape:
         count *= axis
