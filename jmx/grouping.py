@@ -163,13 +163,11 @@ class Work(NamedTuple):
 
     `row_of` (T, k) int32: the row that holds the result of each assignment, -1 where its id is outside 0..E-1.
     `token_of_row` (R,) int32: the token that each row reads; None if blocks read the tokens in their own order.
-    `read_next`: an array that kernels may read into the cache for the kernel after them (`jmx.engines.read_next`).
     """
 
     blocks: Blocks
     row_of: Int32[Array, "T k"]
     token_of_row: Int32[Array, " R"] | None
-    read_next: Any = None
 
     @property
     def num_rows(self) -> int:

@@ -18,7 +18,6 @@ from jmx.models import few_rows, from_source, random_source
 from jmx.models.families import FAMILIES
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.pallas.few_rows import choice, heads, linear
-from jmx.pallas.few_rows import tile as tile_kernel
 from jmx.pallas.few_rows.choice import Tile
 from jmx.pallas.few_rows.primitive import run
 from jmx.selection.environment import Environment
@@ -368,9 +367,8 @@ def test_what_one_token_needs_first_is_loaded_before_anything_is_computed(tmp_pa
     assert kernel.registers <= 128  # four CTAs an SM
     opcodes = re.findall(r"\b(LDG\.E\.128|FMUL|BAR)\b", kernel.sass())
     steps = -(-given.x.shape[1] // tile.columns)
-    tiles = 1 if kind == "router" else tile_kernel.AHEAD
     scales = 0 if given.scale is None else 2 * steps  # float32: a thread's 8 in two loads
-    assert opcodes[: opcodes.index("BAR")] == ["LDG.E.128"] * (tiles * tile.rows * steps + scales)
+    assert opcodes[: opcodes.index("BAR")] == ["LDG.E.128"] * (tile.rows * steps + scales)
     assert opcodes.index("FMUL") > opcodes.index("BAR")
 
 

@@ -10,7 +10,6 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
-from jmx.engines import read_next
 from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import MLP, Linear, RMSNorm, Variables
@@ -72,10 +71,7 @@ def _attended_pages(
 
 
 class MoESublayer(nnx.Module):
-    """Experts after a norm, added to the residual stream; arguments as `Block`'s.
-
-    A call's `after`: weights of the next product, or None; kernels of few tokens read them into the cache.
-    """
+    """Experts after a norm, added to the residual stream; arguments as `Block`'s."""
 
     def __init__(
         self, norm: RMSNorm, router: Linear, moe: Any, shared_experts: SharedExperts | None, split: ModelSplit | None
@@ -84,14 +80,13 @@ class MoESublayer(nnx.Module):
         self.shared_experts = nnx.data(shared_experts)
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None, after: jax.Array | None = None
+        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None
     ) -> tuple[jax.Array, MoERecord]:
         logits, normed = self.router.beside_norm(x, self.norm)
         if expert_ids is not None:  # restrict the choice to these
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)
-        with read_next.reads(after):
-            out = _of_experts(self.moe, normed, logits, mask, self.split)
+        out = _of_experts(self.moe, normed, logits, mask, self.split)
         shared = 0 if self.shared_experts is None else self.shared_experts(x, self.norm)
         return x + out + shared, MoERecord(normed, out, logits)
 
@@ -123,10 +118,7 @@ class MLPSublayer(nnx.Module):
     def __init__(self, norm: RMSNorm, mlp: MLP):
         self.norm, self.mlp = norm, mlp
 
-    def __call__(
-        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None, after: jax.Array | None = None
-    ) -> tuple[jax.Array, None]:
-        del after
+    def __call__(self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None) -> tuple[jax.Array, None]:
         return x + self.mlp(x, self.norm).astype(x.dtype), None
 
 

@@ -12,7 +12,6 @@ import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models import few_rows
 from jmx.models.block import Block, DenseBlock, MoERecord
 from jmx.models.cache import Cache, zeros
 from jmx.models.config import check_config
@@ -191,19 +190,11 @@ class Model(nnx.Module):
             ids = None if expert_ids is None else expert_ids[index]
             attention, experts = map(nnx.split, layer.sublayers())
             x, cache = run(*attention, x, starts, angles, cache)
-            x, record = run(*experts, x, mask, ids, self._read_next(index, x))
+            x, record = run(*experts, x, mask, ids)
             written.append(cache)
             if records is not None and record is not None:
                 records.append(record)
         return x, written
-
-    def _read_next(self, index: int, x: jax.Array) -> jax.Array | None:
-        """The weights of the product that follows a layer on x (B, T, H), if it is one of few tokens."""
-        if index + 1 < len(self.layers):
-            following = getattr(self.layers[index + 1].attention, "grouped", None)
-        else:
-            following = self.unembedding
-        return None if following is None else few_rows.read_next(x, following.weights.get_value())
 
     def embed(self, tokens: jax.Array, starts: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The residual stream before the first layer (B, T, H), and the angles of the positions of `tokens`."""

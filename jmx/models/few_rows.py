@@ -3,7 +3,6 @@
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 import jmx
 from jmx.models.paged_cache import PagedLayer
@@ -101,16 +100,3 @@ def takes(x: jax.Array, weights: Any, norm: Norm | None) -> bool:
     if not isinstance(tokens, int):  # symbolic
         return False
     return choice.reject_reason(tokens, x.dtype, weights.shape, jmx.Environment.probe(x)) is None
-
-
-def read_next(x: jax.Array, weights: Any) -> jax.Array | None:
-    """`weights`, if a product of so few tokens as x (B, T, ...) has comes next that it takes as long as reading them.
-
-    Kernels before it then read them into the cache (`jmx.pallas.sm90.prefetch`).
-    """
-    tokens = x.shape[0] * x.shape[1]
-    if not isinstance(tokens, int) or not 1 <= tokens <= choice.MOST_READ_AHEAD:
-        return None
-    if x.dtype != jnp.bfloat16 or getattr(weights, "dtype", None) != x.dtype:
-        return None  # quantized weights, which have no dtype
-    return weights if jmx.Environment.probe(x).compute_capability == choice.CAPABILITY else None

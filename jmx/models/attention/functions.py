@@ -10,9 +10,9 @@ from jax import lax
 import jmx
 from jmx.models.attention import prompt_gradients
 from jmx.models.attention.choice import Case, choose
+from jmx.numerics.formats import precision
 from jmx.pallas.attention import decode, latent_decode, prefill
 from jmx.util.typing import Array
-from jmx.xla.dot import precision
 
 # Queries per block: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
@@ -116,23 +116,13 @@ def _flash_backward(window: int | None, scale: float | None, residuals: Any, dou
 flash_attention.defvjp(_flash_forward, _flash_backward)
 
 
-def attend_cache(
-    query: Array,
-    cache: Array,
-    sinks: Array | None,
-    starts: Array,
-    window: int | None,
-    read_next: Array | None = None,
-) -> Array:
-    """`attend` over a layer's cache (2, B, kv_heads, C, D), by the implementation of `choice`.
-
-    `read_next`: see `decode.flash_decode`.
-    """
+def attend_cache(query: Array, cache: Array, sinks: Array | None, starts: Array, window: int | None) -> Array:
+    """`attend` over a layer's cache (2, B, kv_heads, C, D), by the implementation of `choice`."""
     (_, length, heads, dim), (kv_heads, capacity) = query.shape, cache.shape[2:4]
     case = Case("step", length, capacity, heads, kv_heads, dim, dim, query.dtype, window, sinks is not None)
     sinks = no_sinks(heads) if sinks is None else sinks
     if choose(case, jmx.Environment.probe(query)).implementation == "mosaic":
-        return decode.flash_decode(query[:, 0], cache, sinks, starts, window, read_next=read_next)[:, None]
+        return decode.flash_decode(query[:, 0], cache, sinks, starts, window)[:, None]
     return attend(query, cache[0], cache[1], sinks, starts, window)
 
 

@@ -108,13 +108,12 @@ class Attention(SelfAttention):
     def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
         query, *keys_and_values = heads
         sinks = None if self.sinks is None else self.sinks[...]
-        after = few_rows.read_next(query, self.out.weights.get_value())
         if isinstance(cache, PagedLayer):
-            return attend_pages(query, cache, sinks, self.window, after)
+            return attend_pages(query, cache, sinks, self.window)
         if starts is None:
             key, value = keys_and_values
             return attend_prompt(query, key, value, sinks, self.window)
-        return attend_cache(query, cache, sinks, starts, self.window, after)
+        return attend_cache(query, cache, sinks, starts, self.window)
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Shape of this layer's cache: keys and values, (2, B, kv_heads, C, head_dim)."""

@@ -12,13 +12,7 @@ from jmx.models.paged_cache import PagedLayer
 from jmx.pallas.attention import decode, prefill
 
 
-def attend_pages(
-    query: jax.Array,
-    layer: PagedLayer,
-    sinks: jax.Array | None,
-    window: int | None,
-    read_next: jax.Array | None = None,
-) -> jax.Array:
+def attend_pages(query: jax.Array, layer: PagedLayer, sinks: jax.Array | None, window: int | None) -> jax.Array:
     """Causal attention of a step's tokens, each over the pages of its row or block, its own included.
 
     Args:
@@ -26,7 +20,6 @@ def attend_pages(
         layer: keys and values, those of the step's tokens included.
         sinks: float32 (heads,), or None; see `functions.attend`.
         window: how many positions a token attends to, its own included; None for all.
-        read_next: see `decode.flash_decode`.
 
     Returns:
         (B + M * page, 1, heads, D) of query's dtype.
@@ -37,8 +30,7 @@ def attend_pages(
     def of_groups(query: jax.Array, tables: jax.Array, positions: jax.Array) -> jax.Array:
         if _takes_kernel(query, layer, tables, window):
             if query.shape[1] == 1:
-                row = query[:, 0]
-                return decode.flash_decode(row, layer.pages, used, positions, window, tables, read_next)[:, None]
+                return decode.flash_decode(query[:, 0], layer.pages, used, positions, window, tables)[:, None]
             return prefill.flash_prefill_pages(query, layer.pages, tables, positions, used, window)
         keys, values, starts = _gathered(layer.pages, tables, positions, query.shape[1], window)
         return attend(query, keys, values, used, starts, window)

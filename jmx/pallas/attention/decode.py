@@ -4,7 +4,7 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitResults, shared_memory, token_scores
-from jmx.pallas.sm90 import prefetch
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
@@ -24,7 +23,6 @@ KEYS = 128  # of one step
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 SPLITS = 8  # CTAs that share a long row's keys, at most
 CTAS = 512  # two run on each SM at a time; where a call has so many, splitting keys further only adds results to sum
-READERS = 128  # CTAs, at least, that read ahead for the next kernel
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 
 
@@ -40,7 +38,6 @@ def flash_decode(
     positions: Int32[Array, " B"],
     window: int | None,
     tables: Int32[Array, "B pages_of_row"] | None = None,
-    read_next: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "B heads D"]:
     """Attention of one token a row over positions 0 to its own.
 
@@ -53,7 +50,6 @@ def flash_decode(
         window: how many positions it sees, its own included; None for all.
         tables: int32 (B, N), of a cache in pages of `KEYS` tokens, (2, pages, kv_heads, KEYS, D): the pages of each
             row. None: the cache has a row for each of the query.
-        read_next: an array that further CTAs read into the L2 cache meanwhile, for the kernel after this one.
 
     Returns:
         (B, heads, D) of query's dtype.
@@ -70,21 +66,10 @@ def flash_decode(
     padded, padded_sinks = _padded(query, call), _padded(sinks[None, :, None], call)[0, :, 0]
     whole = jax.ShapeDtypeStruct(padded.shape, query.dtype)
 
-    further = 0 if read_next is None else -(-READERS // (batch * kv_heads))
-
-    def body(operands: _Operands, read_next: Ref, results: Any, *, shared: _Shared) -> None:
-        if further == 0:
-            return _attend_split(call, operands, results, shared=shared)
-        split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
-        nth = ((split - splits) * kv_heads + kv_head) * batch + row
-        pl.when(split >= splits)(lambda: prefetch.by_copies(read_next, nth, further * kv_heads * batch))
-        pl.when(split < splits)(lambda: _attend_split(call, operands, results, shared=shared))
-        return None
-
     kernel = plgpu.kernel(
-        body,
+        partial(_attend_split, call),
         out_type=[whole if splits == 1 else SplitResults.shapes(splits, batch, padded.shape[1], dim)],
-        grid=(splits + further, kv_heads, batch),
+        grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
         kernel_name=kernel_name(
             "flash_decode", group=padded_group, dim=dim, splits=splits, window=window, pages=tables is not None
@@ -93,7 +78,7 @@ def flash_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     operands = _Operands(padded, cache.reshape(-1, dim), padded_sinks, positions, tables)
-    (results,) = launch(kernel, operands, prefetch.flat(read_next))
+    (results,) = launch(kernel, operands)
     if splits == 1:
         return _without_padding(results[None], kv_heads, group)[0]
     results = SplitResults(*(_without_padding(part, kv_heads, group) for part in results))

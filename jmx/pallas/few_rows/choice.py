@@ -11,7 +11,6 @@ CAPABILITY = (9, 0)  # of the GPUs on which they were measured
 MOST_TOKENS = 8
 MOST_COLUMNS = 4096  # of a weight: a token of so many is in registers, beside two tiles
 MOST_BYTES = 1 << 28  # of a weight: with more, what a kernel saves around its product is nothing beside it
-MOST_READ_AHEAD = 1  # tokens of a step in which kernels before a product read its weights into the cache
 MOST_TILES = 8  # of a CTA that has one token: its program is written out for all of them
 ALIGNMENT = 16  # elements of a row of the weight
 ROWS_ALONE = 1024  # a weight with fewer rows has a CTA for each, or its tiles are too few for a GPU

@@ -1,14 +1,13 @@
 """Products of tiles of a weight's rows with all tokens, which the kernels of this package consist of.
 
-One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which `AHEAD` are on their
-way before it is multiplied by the first one. No tensor core is needed. Several tokens are
-columns of a tensor core's product, whose steps along K Triton's pipeline loads ahead; or, where a weight has so few
-rows that each can have a CTA, they are multiplied out of registers, too.
+One token: a CTA keeps it in registers, normed, and takes several tiles of the weight, the first of which is on its way
+before the token is. No tensor core is needed. Several tokens are columns of a tensor core's product, whose steps along
+K Triton's pipeline loads ahead; or, where a weight has so few rows that each can have a CTA, they are multiplied out of
+registers, too.
 
 A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -20,8 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from jmx.pallas.few_rows.choice import Tile
 from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
-
-AHEAD = 2  # tiles of one token that are on their way before it is multiplied by the first one
 
 Ref = Any
 Rate = Float32[Array, "1 t"] | None
@@ -77,18 +74,17 @@ def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work, *, i
 
 
 def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work, interpret: bool) -> None:
+    """The tiles are written out: in a loop the registers of the next one would be those of the present one."""
     nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
     each = -(-work.num_tiles // stride)
-    on_the_way: deque[Any] = deque()
 
-    def load(step: int) -> None:
+    def load(step: int) -> tuple[Bool[Array, ""] | bool, Int32[Array, ""], list[Array], Any]:
         here = nth + step * stride
         there = True if (step + 1) * stride <= work.num_tiles else here < work.num_tiles
         number = jnp.where(there, here, nth)
-        on_the_way.append((there, number, _weights(factors, tile, work.rows(number), there), work.load(number)))
+        return there, number, _weights(factors, tile, work.rows(number), there), work.load(number)
 
-    for step in range(min(AHEAD, each)):
-        load(step)
+    present = load(0)
     xs, squares = _tokens(factors, tile, interpret)
     rates = rate(squares)
 
@@ -97,14 +93,17 @@ def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work
         work.finish(number, loaded, sums if rates is None else sums * rates, rates)
 
     for step in range(each):
-        if step + AHEAD < each:
-            load(step + AHEAD)
+        following = None
+        if step + 1 < each:
+            following = load(step + 1)
             _keep_order(interpret)
-        there, *loaded = on_the_way.popleft()
+        there, *of_tile = present
         if there is True:
-            multiply(*loaded)
+            multiply(*of_tile)
         else:
-            pl.when(there)(partial(multiply, *loaded))
+            pl.when(there)(partial(multiply, *of_tile))
+        if following is not None:
+            present = following
 
 
 def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"], interpret: bool) -> tuple[Array, Array]:
@@ -114,10 +113,10 @@ def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"], interpret:
 
 
 def _keep_order(interpret: bool) -> None:
-    """Loads so far are on their way before any after this one.
+    """Loads before this are on their way before any after it.
 
-    The threads of a CTA meet, which they need not, but ptxas moves loads behind products to use fewer registers, and no
-    load over a barrier.
+    The threads of a CTA meet, which they need not, but ptxas moves no load over a barrier. Without one it moves a
+    tile's loads behind the token's sum of squares, to use fewer registers.
     """
     if not interpret:
         plgpu.debug_barrier()

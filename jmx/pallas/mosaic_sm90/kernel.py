@@ -36,13 +36,12 @@ from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Product, SharedMemory, ope
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, schedules
-from jmx.pallas.sm90 import prefetch
 from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
-from jmx.util.typing import Array, Float, Shaped
+from jmx.util.typing import Array, Float
 
 
 def expert_products(
@@ -54,7 +53,6 @@ def expert_products(
     config: Config,
     num_rows: int,
     num_cores: int,
-    read_next: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "parts_rows N"]:
     """Both products of each block of rows.
 
@@ -65,14 +63,13 @@ def expert_products(
             or here an array (B,) of equal numbers, are computed.
         num_rows: R, rows of the result. Rows that belong to no block are not written: their contents are undefined.
         num_cores: CTAs, at most the number of SMs: all of them must be resident, since they wait for each other's h.
-        read_next: an array to read into the L2 cache when all that is to be multiplied is on its way.
 
     Returns:
         (config.split_k * R, down.rows.num_outputs) of down's dtype: the parts, one below the other.
     """
     tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
     both = schedules(config, _tiles(gate_up), _tiles(down), tile_columns, blocks.experts.size)
-    return _products(x, (gate_up, down), both, blocks, config, num_rows, num_cores, read_next)
+    return _products(x, (gate_up, down), both, blocks, config, num_rows, num_cores)
 
 
 def one_product(
@@ -106,7 +103,6 @@ def _products(
     config: Config,
     num_rows: int,
     num_cores: int,
-    read_next: Shaped[Array, "..."] | None = None,
 ) -> Float[Array, "parts_rows N"]:
     """The last of one or two products, of which the second one reads the result of the first."""
     first = products[0]
@@ -117,13 +113,7 @@ def _products(
     ]
 
     def body(
-        x: Ref,
-        operands: tuple[Operands, ...],
-        block_refs: Blocks,
-        written: Ref,
-        read_next: Ref,
-        *outs: Ref,
-        shared: SharedMemory,
+        x: Ref, operands: tuple[Operands, ...], block_refs: Blocks, written: Ref, *outs: Ref, shared: SharedMemory
     ) -> None:
         work = blocks.with_refs(block_refs)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("core")
@@ -155,12 +145,7 @@ def _products(
                 with jax.named_scope(_scope(gemm.product)):
                     function(gemm)
 
-        def produce_rows() -> None:
-            each(copy_rows)
-            if read_next is not None:  # nothing is left to copy, but much to multiply
-                prefetch.by_lines(read_next, cta, num_cores)
-
-        specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), produce_rows)
+        specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
 
     operands = tuple(map(operands_of, products))
     shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed)
@@ -168,7 +153,7 @@ def _products(
         body, "mosaic_transposed" if first.transposed else "mosaic", config, num_cores, outputs, shared
     )
     written = jax.new_ref(blocks.zeros)
-    return launch(kernel, x, operands, blocks.arrays, written, prefetch.flat(read_next))[-1]
+    return launch(kernel, x, operands, blocks.arrays, written)[-1]
 
 
 def _scope(product: Product) -> str:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jmx import meshes
-from jmx.engines import read_next
 from jmx.engines.grouped import Tiling
 from jmx.engines.routed import GroupedRouting, Groups
 from jmx.grouping import Blocks, Work
@@ -158,8 +157,7 @@ def _work(results: Results, call: Call) -> Work:
     else:
         number = sizes.num_blocks if sizes.form == "single" else results.num_blocks
         blocks = Blocks(results.experts, 0, sizes.stride, sizes.num_tokens, number)
-    blocks = blocks._replace(counters=results.counters)
-    return Work(blocks, results.row_of, results.token_of_row, read_next.array())
+    return Work(blocks._replace(counters=results.counters), results.row_of, results.token_of_row)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
