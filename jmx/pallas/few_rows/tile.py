@@ -97,11 +97,11 @@ def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work
         if step + 1 < each:
             following = load(step + 1)
             _keep_order(interpret)
-        there, *of_tile = present
+        there, number, weights, loaded = present
         if there is True:
-            multiply(*of_tile)
+            multiply(number, weights, loaded)
         else:
-            pl.when(there)(partial(multiply, *of_tile))
+            pl.when(there)(partial(multiply, number, weights, loaded))
         if following is not None:
             present = following
 
