@@ -176,6 +176,12 @@ class Work(NamedTuple):
             return self.token_of_row.size
         return self.blocks.experts.size * self.blocks.out_rows
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is of a single token, with a block for each slot (`single`): slot s has row s * `out_rows`."""
+        num_blocks = self.blocks.num_blocks
+        return self.token_of_row is None and isinstance(num_blocks, int) and self.row_of.shape == (1, num_blocks)
+
 
 def few(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) -> Work:
     """A block of all T tokens for each expert in `expert_ids` (T, k), of any integer dtype.
@@ -350,7 +356,10 @@ def combine(
     total = jnp.zeros((work.row_of.shape[0], parts.shape[-1]), jnp.float32)
     for slot in range(work.row_of.shape[1]):
         row = work.row_of[:, slot]
-        found = (part.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds") for part in parts)
+        if isinstance(work, Work) and work.is_single:  # a row whose number is known is read without waiting for it
+            found = [part[slot * work.blocks.out_rows][None] for part in parts]
+        else:
+            found = [part.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds") for part in parts]
         found = [part.astype(jnp.float32) for part in found]
         term = sum(found[1:], found[0])
         if weights is not None:
