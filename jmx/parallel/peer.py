@@ -12,7 +12,6 @@ from jmx.ffi.peer.library import library
 from jmx.parallel.exchange import Call, Here, Names
 from jmx.parallel.gather import Gather, gathered
 from jmx.parallel.wire import Coded
-from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Float, Shaped
 
@@ -48,7 +47,7 @@ class Peer:
         """As `gather`."""
         return Gather().bytes_sent(call)
 
-    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
         collective = _with_lines if self.lines else collectives.all_gather
         rows, everyones = gathered(Coded(call.wire, collective), call.axes, x, routing)
@@ -69,11 +68,13 @@ class PeerLines(Peer):
         """None: as `peer`, and tokens and results of a device can be lines."""
         if reason := super().supports(call):
             return reason
-        tokens, routing = (call.num_tokens * size for size in (call.hidden_size * call.itemsize, 4 * call.top_k))
-        if collectives.can_be_lines([tokens, routing, routing]):
+        sizes = [call.num_tokens * size for size in (call.hidden_size * call.itemsize, *call.routing_bytes)]
+        if collectives.can_be_lines(sizes):
             return None
+        tokens, *routing = sizes
+        twice = "twice " if len(routing) > 1 else ""
         return (
-            f"{tokens} bytes of a device's tokens and twice {routing} of their routing must be multiples of "
+            f"{tokens} bytes of a device's tokens and {twice}{routing[0]} of their routing must be multiples of "
             f"{collectives.LINE_BYTES}, and at most {collectives.MOST_LINE_BYTES} together: use `peer`"
         )
 
@@ -99,7 +100,7 @@ def fault(num_ranks: int, platform: str | None = None) -> str | None:
 
 
 def all_sum(array: Float[Array, "*shape"], axes: Names) -> Float[Array, "*shape"]:
-    """The sum over devices along mesh axes, inside `jax.shard_map`: by the kernels of `peer`; a large one of two only."""
+    """The sum over devices along mesh axes, inside `jax.shard_map`: by the kernels of `peer`, if few or small."""
     num_ranks, num_bytes = collectives.num_ranks(axes), array.size * array.dtype.itemsize
     most = MOST_SUM_BYTES if num_ranks > 2 or collectives.arrays_fault() else num_bytes
     if num_ranks == 1 or num_bytes > most or fault(num_ranks):

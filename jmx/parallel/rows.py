@@ -33,6 +33,8 @@ class Rows:
         """It needs experts that are divided over ranks."""
         if call.num_ranks > 1 and call.experts_per_rank == call.num_experts:
             return "each device has all experts, so every token would be sent to every device: use `gather`"
+        if call.logit_bytes:
+            return "its ranks get the routing of tokens, not their logits"
         if call.chunks > 1:
             return "it has rounds instead of chunks: use `gather`, or leave `chunks` out"
         return None
@@ -42,7 +44,7 @@ class Rows:
         rows = (call.num_ranks - 1) * rows_of_a_round(call)
         return rows * call.token_bytes, rows * call.result_bytes
 
-    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
         if not x.size or not call.top_k:
             return jnp.zeros_like(x)

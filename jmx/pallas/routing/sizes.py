@@ -27,6 +27,7 @@ class Sizes:
         form: of the blocks: "single", "few", "many", or None for none, as the functions of `jmx.grouping`.
         block_m, align, whole: as those of `grouping.many`.
         interpret: whether Pallas interprets the kernel on a CPU.
+        own: rows are grouped for so many of the experts only; None: for all.
     """
 
     num_tokens: int
@@ -38,18 +39,24 @@ class Sizes:
     align: int = 1
     whole: bool = False
     interpret: bool = False
+    own: int | None = None
+
+    @property
+    def num_grouped(self) -> int:
+        """The experts for which rows are grouped."""
+        return self.num_experts if self.own is None else self.own
 
     @property
     def num_blocks(self) -> int:
         """B, the most blocks."""
         if self.form == "many":
-            return max_blocks(self.num_tokens * self.top_k, self.num_experts, self.block_m)
-        return self.top_k if self.form == "single" else min(self.num_tokens * self.top_k, self.num_experts)
+            return max_blocks(self.num_tokens * self.top_k, self.num_grouped, self.block_m)
+        return self.top_k if self.form == "single" else min(self.num_tokens * self.top_k, self.num_grouped)
 
     @property
     def num_rows(self) -> int:
         """R, the most rows."""
-        return max_rows(self.num_tokens * self.top_k, self.num_experts, self.align)
+        return max_rows(self.num_tokens * self.top_k, self.num_grouped, self.align)
 
     @property
     def stride(self) -> int:

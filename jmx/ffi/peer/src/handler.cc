@@ -170,7 +170,7 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   call.ranks.rank = static_cast<int>(position % num_ranks);
   call.ranks.num_ranks = static_cast<int>(num_ranks);
   const size_t thread_bytes = lines ? kLineData : kThreadBytes;
-  call.num_blocks = static_cast<int>(std::clamp<size_t>(total / (kThreads * thread_bytes), 1, kMaxBlocks));
+  call.num_blocks = static_cast<int>(std::clamp<size_t>(RoundUp(total, kThreads * thread_bytes) / (kThreads * thread_bytes), 1, kMaxBlocks));
   // Each CTA counts its calls, so all calls on a region have as many CTAs.
   const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks) +
                           " " + std::to_string(total);

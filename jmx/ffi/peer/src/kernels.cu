@@ -26,15 +26,21 @@ __device__ u32* Word(const Ranks& ranks, int owner, int row) {
   return reinterpret_cast<u32*>(ranks.region[owner]) + row * kMaxBlocks + blockIdx.x;
 }
 
-// The number of this call. Another one at the same time, on the same region, would mix rows up: it is an error.
-__device__ u32 Begin(const Ranks& ranks) {
-  const u32 call = *Word(ranks, ranks.rank, jmx::kCalls) + 1;
-  if (threadIdx.x == 0 && atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 1) != 0) __trap();
-  return call;
+// A call, by its number. Another one at the same time, on the same region, would mix rows up: it is an error. What tells
+// is looked at when the call ends, so that rows need not wait for it.
+struct Call {
+  u32 number, busy;
+  __device__ operator u32() const { return number; }
+};
+
+__device__ Call Begin(const Ranks& ranks) {
+  const u32 busy = threadIdx.x == 0 ? atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 1) : 0;
+  return {*Word(ranks, ranks.rank, jmx::kCalls) + 1, busy};
 }
 
-__device__ void End(const Ranks& ranks, u32 call) {
+__device__ void End(const Ranks& ranks, const Call& call) {
   __syncthreads();
+  if (call.busy != 0) __trap();
   if (threadIdx.x == 0) {
     *Word(ranks, ranks.rank, jmx::kCalls) = call;
     atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 0);
@@ -84,7 +90,7 @@ __device__ void ForEach(u64 num_units, Load&& load, Store&& store) {
 // Arrays of all ranks, one after the other in each result.
 template <typename Unit>
 __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
-  const u32 call = Begin(ranks);
+  const Call call = Begin(ranks);
   u64 begin = 0;  // of an array in a slot
   for (int k = 0; k < arrays.count; ++k) {
     const u64 units = arrays.bytes[k] / sizeof(Unit);
@@ -152,7 +158,7 @@ __device__ void SwapAddresses(const Ranks& ranks, u32 call, const char* const* m
 template <typename Unit>
 __device__ void GatherArrays(const Ranks& ranks, const Arrays& arrays) {
   __shared__ u64 results[jmx::kMaxRanks * jmx::kMaxArrays];
-  const u32 call = Begin(ranks);
+  const Call call = Begin(ranks);
   SwapAddresses(ranks, call, arrays.out, arrays.count, results);
   for (int k = 0; k < arrays.count; ++k) {
     const u64 units = arrays.bytes[k] / sizeof(Unit);
@@ -209,7 +215,7 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
     Element elements[kElements];
     __device__ Lanes() {}
   };
-  const u32 call = Begin(ranks);
+  const Call call = Begin(ranks);
   const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
   const Unit* in = reinterpret_cast<const Unit*>(arrays.in[0]);
   for (int i = 1; i < ranks.num_ranks; ++i) {
@@ -244,7 +250,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
     __device__ Lanes() {}
   };
   __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays];
-  const u32 call = Begin(ranks);
+  const Call call = Begin(ranks);
   SwapAddresses(ranks, call, arrays.in, 1, theirs);
   const u64 units = arrays.bytes[0] / sizeof(Unit), first = arrays.whole ? 0 : ranks.rank * units;
   const u64 step = gridDim.x * u64{blockDim.x};
@@ -275,7 +281,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
 
 #define LINES(NAME, CALL)                                                                                                     \
   extern "C" __global__ void NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
-    const u32 call = Begin(ranks);                                                                                            \
+    const Call call = Begin(ranks);                                                                                           \
     SystemMemory memory;                                                                                                      \
     CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x});               \
     End(ranks, call);                                                                                                         \

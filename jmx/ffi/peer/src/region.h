@@ -13,7 +13,7 @@ constexpr int kMaxRanks = 8;    // GPUs of one host
 constexpr int kMaxArrays = 3;   // of one call
 constexpr int kMaxBlocks = 128;  // CTAs of one call
 constexpr int kThreads = 512;   // of a CTA
-constexpr int kThreadBytes = 32;  // that decide the number of CTAs
+constexpr int kThreadBytes = 16;  // that decide the number of CTAs
 
 // Rows of kMaxBlocks words at the beginning of a region, a word a CTA: a flag for each rank; the number of the last
 // call; whether a call is running.
