@@ -127,7 +127,7 @@ _scattered.defvjp(_scattered_fwd, _scattered_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(axes: Names, array: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return collectives.all_reduce(array, axes)
+    return collectives.all_reduce(array, axes, True)  # as lines, where they can be
 
 
 def _summed_fwd(axes: Names, array: Any) -> tuple[Any, None]:
