@@ -177,6 +177,7 @@ def explain_problem(
     """
     environment = environment if environment is not None else Environment.probe()
     chosen = configuration = error = None
+    division = None if division is None else division.of_logits(routed, environment)
     try:
         of_a_device = problem if division is None else division.local
         selection = select(of_a_device, environment, backend, registered_backends())

@@ -33,8 +33,6 @@ class Rows:
         """It needs experts that are divided over ranks."""
         if call.num_ranks > 1 and call.experts_per_rank == call.num_experts:
             return "each device has all experts, so every token would be sent to every device: use `gather`"
-        if call.logit_bytes:
-            return "its ranks get the routing of tokens, not their logits"
         if call.chunks > 1:
             return "it has rounds instead of chunks: use `gather`, or leave `chunks` out"
         return None
