@@ -107,9 +107,12 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
     """The mesh of a call, and how its axes divide the tokens.
 
     Raises:
-        ValueError: no mesh, sizes that it does not divide, or Explicit axes that split tokens otherwise.
+        ValueError: no mesh, or not the one in scope, sizes that it does not divide, or Explicit axes that split tokens
+            otherwise.
     """
-    mesh = split.mesh_of([*by_token.values(), *jax.tree.leaves(experts)])
+    mesh, scope = split.mesh_of([*by_token.values(), *jax.tree.leaves(experts)]), jax.sharding.get_abstract_mesh()
+    if not scope.empty and [*mesh.shape.items()] != [*scope.shape.items()]:
+        raise ValueError(f"`split.mesh` (={dict(mesh.shape)}) must be the mesh in scope, {dict(scope.shape)}, or None")
     check_experts(split, mesh, experts)
     leading = (split.names("tokens"), *((),) * (num_leading - 1))[:num_leading]
     typed = meshes.leading_split(num_leading, by_token, {})
