@@ -16,8 +16,10 @@ from model_steps import relative_error
 
 import jmx
 from jmx.backends import registered_backends
+from jmx.layer import moe_of_some
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import PlacedExperts, Placement, gather
+from jmx.selection.problem import Some
 from jmx.selection.registry import Registry
 
 pytestmark = [pytest.mark.devices(8), pytest.mark.usefixtures("on_cpu", "peer_by_collectives")]
@@ -161,3 +163,15 @@ def test_inside_shard_map_scan_and_vmap(rng: Any, calls: Any) -> None:
     whole = partial(layer, experts=experts, method=method, split=dataclasses.replace(split, mesh=mesh))
     mapped = jax.jit(jax.vmap(lambda x, logits: whole(x, logits)))(jnp.stack([x, first]), jnp.stack([logits, -logits]))
     assert relative_error(mapped[1], second - first) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+def test_a_single_token_of_which_a_device_has_some_experts_or_none(rng: Any, backend: str) -> None:
+    x, _, experts = draw(rng, 1)
+    run = jax.jit(partial(moe_of_some, some=Some(2 * E), activation=jmx.ReLU(), backend=backend))
+    for own in range(K + 1):
+        ids = np.concatenate([rng.permutation(E)[:own], E + rng.permutation(E)[: K - own]])[rng.permutation(K)]
+        routing = jmx.Routing(jnp.asarray(ids[None], jnp.int32), jnp.asarray(rng.random((1, K)), jnp.float32))
+        expected = jmx.moe(x, routing, experts, activation=jmx.ReLU(), backend="xla")
+        got = run(x, routing, experts)
+        assert relative_error(got, expected) <= 1e-5 if own else not jnp.any(got)
