@@ -93,7 +93,7 @@ test-sanitized: $(VENV)/installed-test$(extra)
 	$(sanitized)/thread/check_threads
 	cmake -S cmake -B $(sanitized)/address -DJMX_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(bin)/python)
 	cmake --build $(sanitized)/address --target jmx_cpu --parallel
-	rm -rf $(sanitized)/tree && mkdir $(sanitized)/tree && cp -r jmx tests pyproject.toml $(sanitized)/tree
+	rm -rf $(sanitized)/tree && mkdir $(sanitized)/tree && cp -r jmx jmx_command tests pyproject.toml $(sanitized)/tree
 	cp $(sanitized)/address/libjmx_cpu.so $(sanitized)/tree/jmx/ffi/cpu/
 	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
 	    > $(sanitized)/tree/sitecustomize.py  # or else the installed jmx is found first

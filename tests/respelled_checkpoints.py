@@ -6,7 +6,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from test_checkpoint_compressed_tensors import LAYER, golden
+from test_checkpoint_compressed_tensors import LAYER, golden, reader
+
+import jmx
 
 Checkpoint = tuple[Mapping[str, np.ndarray], dict[str, Any]]
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -25,6 +27,7 @@ def respelled() -> dict[str, Checkpoint]:
         "without_gate": _without_gate(),
         "e4m3fnuz": _fnuz(),
         "down_in_another_group": _down_in_another_group(),
+        "an_expert_in_floats": _an_expert_in_floats(),
     }
 
 
@@ -47,8 +50,6 @@ def _own_names() -> Checkpoint:
 def _deepseek_fp4() -> Checkpoint:
     import jax
     from test_checkpoint_deepseek_fp4 import CONFIG, E, H, I, tensors_of
-
-    import jmx
 
     experts = jmx.Experts.random(jax.random.key(7), E, H, I, gate_up_order="concatenated", bias=False)
     return tensors_of(experts), json.loads(json.dumps(CONFIG))
@@ -97,3 +98,14 @@ def _down_in_another_group() -> Checkpoint:
     groups |= {"group_0": first, "group_1": second}
     config["quantization_config"]["format"] = "mixed-precision"
     return arrays, config
+
+
+def _an_expert_in_floats() -> Checkpoint:
+    arrays, config = golden("w4a16_g32")
+    module = f"{LAYER}.1.up_proj"
+    found = reader("w4a16_g32").layers[LAYER]
+    weight = next(m for m in found.quantized if m.name == module).weight()
+    arrays = {key: array for key, array in arrays.items() if not key.startswith(f"{module}.")}
+    floats = np.asarray(jmx.dequantize(weight, np.float32, found.format)).astype(ml_dtypes.bfloat16)
+    config["quantization_config"]["ignore"].append(module)
+    return arrays | {f"{module}.weight": floats}, config

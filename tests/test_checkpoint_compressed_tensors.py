@@ -226,7 +226,7 @@ def test_a_scale_of_zero_makes_a_block_of_zeros_in_nvfp4(name, tmp_path):
     arrays, config = golden(name)
     put("weight_scale", (3, 2), 0.0)(arrays)
     ours = compressed_tensors.Reader(write(tmp_path / name, arrays, config))
-    module = next(m for m in ours.layers[LAYER].modules["gate_up"][1] if m.name == at("").removesuffix("."))
+    module = next(m for m in ours.layers[LAYER].quantized if m.name == at("").removesuffix("."))
     weight = np.asarray(jmx.dequantize(jax.tree.map(jnp.asarray, module.weight()), jnp.float32, module.format))
     assert not weight[3, 32:48].any()
     assert weight[3, :32].any()
@@ -472,7 +472,7 @@ def test_read_then_written_is_the_same_to_the_bit(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_made_without_the_files_own_mean_the_same(name):
-    for module in (m for its in reader(name).layers[LAYER].modules["gate_up"] for m in its):
+    for module in reader(name).layers[LAYER].quantized:
         kept = {n: a for n, a in module.kept().items() if n.startswith("input") or n == "bias"}
         made = module_tensors(module.scheme, module.weight(), kept)
         assert made.keys() == module.pieces.keys()
@@ -486,7 +486,7 @@ def test_tensors_made_without_the_files_own_mean_the_same(name):
 
 def test_arrays_that_no_file_can_hold_are_refused():
     def module(name: str) -> Module:
-        return reader(name).layers[LAYER].modules["gate_up"][0][0]
+        return reader(name).layers[LAYER].quantized[0]
 
     nvfp4 = module("nvfp4")
     with pytest.raises(ValueError, match="`kept` must hold 'input_global_scale' for inputs of nvfp4"):

@@ -111,8 +111,9 @@ def inputs(**given: Any) -> dict[str, Any]:
 
 
 def test_every_golden_checkpoint_is_listed():
-    """Those of GPTQ and AWQ are in tests/test_checkpoint_gptq.py."""
-    names = {path.name for path in GOLDEN.iterdir() if path.is_dir() and not path.name.startswith(("awq", "gptq"))}
+    """Those of GPTQ, AWQ and AutoRound are in tests/test_checkpoint_gptq.py."""
+    others = ("auto_round", "awq", "gptq")
+    names = {path.name for path in GOLDEN.iterdir() if path.is_dir() and not path.name.startswith(others)}
     assert names == (SCHEMES | OTHERS).keys()
 
 
@@ -582,6 +583,16 @@ def test_quark(tmp_path, inputs, expected):
     assert quantization.scheme("model.layers.3.mlp.gate") is None
 
 
+def test_quark_by_layer(tmp_path):
+    attention = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}, "input_tensors": None}
+    layers = {"*.layers.3.self_attn.*": attention, "*.layers.4.*": {"weight": None}}
+    contents = QUARK | {"exclude": ["lm_head"], "layer_quant_config": layers}
+    quantization = read_quantization(placed(tmp_path, {"quantization_config": contents}))
+    assert quantization.scheme(EXPERT) == Scheme("mxfp4", "mxfp4", "quark")
+    assert quantization.scheme("model.layers.3.self_attn.q_proj") == Scheme("fp8_tensor", None, "float-quantized")
+    assert quantization.scheme("model.layers.4.mlp.experts.0.up_proj") is None
+
+
 FP8 = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -597,6 +608,8 @@ def test_fp8_in_blocks_as_models_are_published(tmp_path):
     assert quantization.scheme("model.layers.3.mlp.gate_proj") is not None
     for ignored in ("lm_head", "model.layers.3.mlp.gate", "model.layers.61.shared_head.head"):
         assert quantization.scheme(ignored) is None
+    assert not quantization.kv_cache
+    assert read_quantization(placed(tmp_path, {"quantization_config": FP8 | {"kv_cache_scheme": "static"}})).kv_cache
     without = {key: value for key, value in FP8.items() if key != "modules_to_not_convert"}
     assert read_quantization(placed(tmp_path, {"quantization_config": without})).scheme("lm_head") is not None
 
@@ -656,7 +669,19 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
             QUARK | {"global_quant_config": {"weight": PER_CHANNEL | {"ch_axis": 1}}},
             "global_quant_config.weight` (=('fp8_e4m3', 'per_channel', None, None, False, 1)) must be one of",
         ),
-        (QUARK | {"layer_quant_config": {"*gate*": {}}}, "`quantization_config.layer_quant_config` (={"),
+        (QUARK | {"layer_quant_config": {"*gate*": 1}}, "`quantization_config.layer_quant_config.*gate*` (=1) must be"),
+        (QUARK | {"layer_quant_config": {"": {}}}, "`quantization_config.layer_quant_config`: a target must have"),
+        (QUARK | {"layer_quant_config": {"a": {"strange": 1}}}, "`quantization_config.layer_quant_config.a.strange`"),
+        (
+            QUARK | {"layer_quant_config": {"a": {"input_tensors": MX}}},
+            "`quantization_config.layer_quant_config.a.input_tensors` (={",
+        ),
+        (QUARK | {"layer_type_quant_config": {"a": {}}}, "`quantization_config.layer_type_quant_config` (={"),
+        (
+            QUARK | {"global_quant_config": {"weight": None}},
+            "`quantization_config.global_quant_config.weight` must not",
+        ),
+        ({"quant_method": "mxfp4"}, "must be one of ['compressed-tensors', "),
         (QUARK | {"algo_config": [{"name": "rotation"}]}, "must be of algorithms that are done"),
         (QUARK | {"quant_mode": "later"}, "`quantization_config.quant_mode` (='later') must be one of"),
         (QUARK | {"export": {"weight_format": "fake_quantized"}}, "`quantization_config.export.weight_format` (="),
@@ -771,10 +796,9 @@ def check_weights_are_refused_or_equal(directory: Path, golden: Path, contents: 
     with contextlib.suppress(CheckpointError):
         layers, expected = (Reader(path, "interleaved").layers for path in (directory, golden))
         for layer, its in zip(layers.values(), expected.values(), strict=True):
-            for modules, same in zip(layer.modules["gate_up"], its.modules["gate_up"], strict=True):
-                for module, other in zip(modules, same, strict=True):
-                    values, wanted = (dequantize(m.weight(), np.float32, m.format) for m in (module, other))
-                    np.testing.assert_array_equal(values, wanted)
+            for module, other in zip(layer.quantized, its.quantized, strict=True):
+                values, wanted = (dequantize(m.weight(), np.float32, m.format) for m in (module, other))
+                np.testing.assert_array_equal(values, wanted)
 
 
 @pytest.fixture(scope="module")

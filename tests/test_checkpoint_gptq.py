@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints: configs, what is refused, and whole experts. Golden files are among those of
+"""Checkpoints of GPTQ, AWQ and AutoRound: configs, what is refused, and whole experts. Golden files are among those of
 `test_checkpoint_compressed_tensors.py`, which compares weights with those that the packages make."""
 
 import json
@@ -14,9 +14,16 @@ from jmx.checkpoint import CheckpointError, compressed_tensors
 from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
 from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 
-NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name[:4] in ("gptq", "awq_"))
+NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name[:4] in ("gptq", "awq_", "auto"))
 EXPERT = f"{LAYER}.0.gate_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
@@ -38,6 +45,14 @@ def quantization(directory: Path, entries: Mapping[str, object]) -> compressed_t
             Scheme("int4_g128", None, "gptq"),
         ),
         (AWQ, Scheme("int4_g128_asym", None, "awq")),
+        (GPTQ | {"autoround_version": "0.5", "data_type": "int", "iters": 200}, Scheme("int4_g128", None, "gptq")),
+        (AUTO_ROUND | {"act_bits": 16, "data_type": "int", "lr": 1e-3}, Scheme("int4_g128", None, "auto_round")),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round", "sym": False},
+            Scheme("int4_g128_asym", None, "auto_round_v2"),
+        ),
+        (AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "bits": 8}, Scheme("int8_g128", None, "gptq_v2")),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, Scheme("int4_g128_asym", None, "awq")),
         (AWQ | {"version": "GEMM", "group_size": -1, "do_fuse": False}, Scheme("int4_channel_asym", None, "awq")),
     ],
 )
@@ -50,6 +65,11 @@ def test_modules_that_are_not_quantized(tmp_path):
     assert found.scheme("model.layers.0.mlp.gate") is None
     assert found.scheme("visual.blocks.3.qkv") is None
     assert found.scheme(EXPERT) is not None
+    extra = {"model.layers.1.mlp.up_proj": {"bits": 8, "group_size": 32}, r".*\.layers\.0\..*": {"bits": 16}}
+    found = quantization(tmp_path, AUTO_ROUND | {"extra_config": extra})
+    assert found.scheme(EXPERT) is None
+    assert found.scheme("model.layers.1.mlp.up_proj") == Scheme("int8_g32", None, "auto_round")
+    assert found.scheme("model.layers.1.mlp.down_proj") == Scheme("int4_g128", None, "auto_round")
     found = quantization(tmp_path, GPTQ | {"dynamic": {r"-:.*\.layers\.0\..*": {}}})
     assert found.scheme(EXPERT) is None
     assert found.scheme("model.layers.1.mlp.up_proj") is not None
@@ -68,6 +88,14 @@ def test_modules_that_are_not_quantized(tmp_path):
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "must only name modules that are not quantized"),
         (GPTQ | {"dynamic": {"-:(a+)+": {}}}, "`quantization_config.dynamic`: pattern '(a+)+' must have"),
         ({k: v for k, v in GPTQ.items() if k != "bits"}, "`quantization_config.bits` is missing"),
+        (GPTQ | {"act_bits": 8}, "`quantization_config.act_bits` (=8) must be one of [16, 32, None]"),
+        (AUTO_ROUND | {"bits": 3}, "`quantization_config.bits` (=3) must be one of [4, 8]"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "`quantization_config.data_type` (='mx_fp') must be one of ['int'"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "`quantization_config.packing_format` (="),
+        (AUTO_ROUND | {"extra_config": {"x": {"bits": 2}}}, "`quantization_config.extra_config.x.bits` (=2) must be"),
+        (AUTO_ROUND | {"extra_config": {"x": {"y": 2}}}, "`quantization_config.extra_config.x.y` (=2) is not a known"),
+        (AUTO_ROUND | {"rotation_config": {"a": 1}}, "`quantization_config.rotation_config` (={'a': 1}) must be one"),
+        (AUTO_ROUND | {"strange": 1}, "`quantization_config.strange` (=1) is not a known key"),
         (AWQ | {"bits": 8}, "`quantization_config.bits` (=8) must be one of [4]"),
         (AWQ | {"zero_point": False}, "`quantization_config.zero_point` (=False) must be one of [True]"),
         (AWQ | {"version": "gemv"}, "`quantization_config.version` (='gemv') must be one of ['gemm'"),
@@ -173,9 +201,7 @@ def test_zero_points_are_one_more_than_older_files_say(tmp_path):
         arrays, config = golden("gptq_g32_asym_order")
         arrays[f"{EXPERT}.qzeros"] = np.full_like(arrays[f"{EXPERT}.qzeros"], 0x6E)
         config["quantization_config"] |= {"checkpoint_format": storage}
-        module = (
-            compressed_tensors.Reader(write(tmp_path / storage, arrays, config)).layers[LAYER].modules["gate_up"][0][0]
-        )
+        module = compressed_tensors.Reader(write(tmp_path / storage, arrays, config)).layers[LAYER].quantized[0]
         weight = module.weight()
         points[storage] = set(np.asarray(weight.zero_points).flat)
         again = module_tensors(module.scheme, weight, module.kept())

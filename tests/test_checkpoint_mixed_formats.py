@@ -81,6 +81,7 @@ def dequantized(reader: compressed_tensors.Reader, module: str) -> np.ndarray:
     expert, part = module.removeprefix(f"{LAYER}.").split(".")
     role = "down" if part == "down_proj" else "gate_up"
     (its,) = (m for m in reader.layers[LAYER].modules[role][int(expert)] if m.name == module)
+    assert its.scheme is not None, "not in floats"
     alone = compressed_tensors.Layer(LAYER, {role: [(its,)] for role in ("gate_up", "down")}, None, its.scheme)
     return floats(alone, "down")[0]
 
@@ -153,9 +154,9 @@ def test_inputs_that_differ_are_refused_unless_they_stay_as_they_are(tmp_path, r
     ("formats", "message"),
     [
         ({"down_proj": "fp8_channel", "": "nvfp4"}, "must be in one format, or in several that have one in common"),
-        ({r"experts\.1\.": None, "": "int4_g32"}, "must all be quantized or none"),
+        ({r"0\.up_proj": None, "down_proj": "mxfp8", "": "int4_g32"}, "but are of '0.gate_proj' .* and '0.down_proj'"),
     ],
-    ids=["NVFP4 and FP8", "an expert in floats"],
+    ids=["NVFP4 and FP8", "floats, too"],
 )
 def test_what_has_no_common_format_is_refused_and_can_be_requantized(formats, message, tmp_path, rng):
     path, weights = checkpoint(tmp_path / "mixed", formats, rng)
@@ -170,3 +171,85 @@ def test_what_has_no_common_format_is_refused_and_can_be_requantized(formats, me
         error = np.linalg.norm(dequantized(found, module) - weight) / np.linalg.norm(weight)
         assert error < 0.15, module  # of four bits, where it had them
     assert json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+
+
+IN_FLOATS = {"an expert": r"experts\.1\.", "a projection": r"0\.up_proj", "all down": "down_proj"}
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int8_channel_asym", ORDERED, *FP8, *MX, "nvfp4"])
+@pytest.mark.parametrize("place", IN_FLOATS)
+def test_modules_in_floats_are_rounded_as_quantize_does(name, place, tmp_path, rng):
+    path, weights = checkpoint(tmp_path / "mixed", {IN_FLOATS[place]: None, "": name}, rng)
+    reader, plain = compressed_tensors.Reader(path), FORMATS[name.removesuffix("_order")]
+    layer = reader.layers[LAYER]
+    left = [module for module in weights if re.search(IN_FLOATS[place], module)]
+    errors = {}
+    with pytest.warns(UserWarning, match=f"experts {LAYER!r}: .* are floats in the files, and were rounded to {name} "):
+        experts = reader.experts(LAYER, layout="canonical")
+    assert experts.format.name == name
+    found = [np.asarray(a, np.float64) for a in experts.dequantize(np.float32)]
+    for module, weight in weights.items():
+        expert, part = module.removeprefix(f"{LAYER}.").split(".")
+        rows = {"gate_proj": slice(0, 64), "up_proj": slice(64, 128)}.get(part, slice(None))
+        its = found[part == "down_proj"][int(expert), rows]
+        if module not in left:
+            np.testing.assert_allclose(its, dequantized(reader, module), rtol=1e-6)
+            continue
+        order = np.arange(weight.shape[1])
+        if "order" in experts.format.arrays and place == "a projection":  # as gate has it
+            order = np.asarray(experts.arrays()["gate_up_order"])[int(expert)]
+        expected = np.empty(weight.shape)
+        quantized = jmx.quantize(weight[:, order], format=plain)
+        expected[:, order] = np.asarray(jmx.dequantize(quantized, np.float32, format=plain), np.float64)
+        np.testing.assert_allclose(its, expected, rtol=1e-6)
+        exact = weight.astype(np.float64)
+        errors[f"{expert}.{part}"] = np.linalg.norm(expected - exact) / np.linalg.norm(exact)
+    worst = max(errors, key=lambda each: errors[each])
+    message = f"with a relative error of {errors[worst]:.2g} at most ({worst!r})"
+    with pytest.warns(UserWarning, match=re.escape(message)) as caught:
+        reader.arrays(LAYER)
+    assert {Path(warning.filename).parent for warning in caught} == {Path(__file__).parent}, "where it is called"
+    assert all(module.error is None for module in layer.rounded), "what was read is freed"
+    compressed_tensors.convert(reader, tmp_path / "again")  # floats as they are
+    again = compressed_tensors.Reader(tmp_path / "again")
+    assert all(np.array_equal(again.view(name), reader.view(name)) for name in reader.tensors)
+
+
+def test_inputs_of_modules_in_floats(tmp_path, rng):
+    path, _ = checkpoint(tmp_path / "dynamic", {r"1\.down_proj": None, "": "int8_channel"}, rng)
+    config = json.loads((path / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    inputs = config_writer.entries({"group_0": (["x"], scheme("int8_channel", "int8_token"))}, [])
+    inputs = inputs["config_groups"]["group_0"]["input_activations"]
+    groups["group_0"]["input_activations"] = inputs
+    (path / "config.json").write_text(json.dumps(config))
+    reader = compressed_tensors.Reader(path)
+    with pytest.warns(UserWarning, match="'1.down_proj' are floats .*; with `inputs`, theirs are int8_token as the"):
+        assert reader.experts(LAYER).input_format == "int8_token"
+
+
+def test_static_inputs_of_modules_in_floats_have_no_scale(tmp_path, rng):
+    folder, weights = checkpoint(tmp_path / "static", {r"1\.down_proj": None, "": "fp8_channel"}, rng)
+    config = json.loads((folder / "config.json").read_text())
+    groups = {"group_0": (["re:.*"], scheme("fp8_channel", "fp8_static"))}
+    config["quantization_config"] = config_writer.entries(groups, ["lm_head", f"{LAYER}.1.down_proj"])
+    arrays = {name: compressed_tensors.Reader(folder).view(name) for name in compressed_tensors.Reader(folder).tensors}
+    scale = np.ones(1, np.float32)
+    scales = {f"{module}.input_scale": scale for module in weights if not module.endswith("1.down_proj")}
+    reader = compressed_tensors.Reader(write(tmp_path / "scaled", arrays | scales, config))
+    message = rf"'{LAYER}.1.down_proj.weight' is in floats: it has no static scale .*; `inputs=False` loads"
+    with pytest.raises(CheckpointError, match=message):
+        reader.experts(LAYER)
+    with pytest.warns(UserWarning, match="rounded to fp8_channel"):
+        assert reader.experts(LAYER, inputs=False).input_format is None
+
+
+def test_weights_in_floats_are_finite_and_divided_by_the_format(tmp_path, rng):
+    path, _ = checkpoint(tmp_path / "nan", {r"1\.down_proj": None, "": "int4_g32"}, rng)
+    reader = compressed_tensors.Reader(path)
+    arrays = {name: reader.view(name).copy() for name in reader.tensors}
+    name = f"{LAYER}.1.down_proj.weight"
+    arrays[name][0, 3] = np.nan
+    config = json.loads((path / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=f"{name}' must hold finite numbers"):
+        compressed_tensors.Reader(write(tmp_path / "again", arrays, config)).arrays(LAYER)

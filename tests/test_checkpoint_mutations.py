@@ -79,7 +79,7 @@ def load_compressed(directory: Path, packages: Packages) -> Loaded:
                 (f"{layer.format.name} {layer.scheme.storage}", bytes_of(expert, arrays)),
                 (str(layer.scheme.inputs), bytes_of(expert, scales)),
             ]
-        for module in (module for its in layer.modules.values() for parts in its for module in parts):
+        for module in layer.quantized:
             again = module_tensors(module.scheme, module.weight(), module.kept())
             assert again.keys() == module.pieces.keys()
             for key, array in again.items():

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints, and those of ModelOpt, Quark, DeepSeek, Qwen, GPTQ and AWQ.
+"""compressed-tensors checkpoints, and those of ModelOpt, Quark, DeepSeek, Qwen, GPTQ, AWQ and AutoRound.
 
 They hold the same bits under other names.
 """

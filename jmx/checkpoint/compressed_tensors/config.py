@@ -43,6 +43,7 @@ STORAGES: dict[str, tuple[str, ...]] = {
 # How files of other tools than compressed-tensors store weights.
 MODELOPT, QUARK, FP8, FP8_UE8M0 = "modelopt", "quark", "fp8", "fp8_ue8m0"
 GPTQ, GPTQ_V2, AWQ = "gptq", "gptq_v2", "awq"
+AUTO_ROUND, AUTO_ROUND_V2 = "auto_round", "auto_round_v2"  # as GPTQ's, without g_idx
 DEEPSEEK_FP4 = "deepseek_fp4"  # of DeepSeek-V4's experts
 
 # Input formats with a static scale, and the tensor that holds it, by compressed-tensors' name.

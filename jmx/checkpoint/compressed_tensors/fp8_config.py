@@ -56,6 +56,7 @@ def parse_fp8(file: Path, place: str, value: Any, expert_dtype: Any = None) -> Q
         raise CheckpointError(file, f"`expert_dtype` (={expert_dtype!r}) {known}")
     top.one_of("modules_to_convert", ([], None), None)
     top.one_of("dequantize", (False, None), None)
+    kv_cache = top.one_of("kv_cache_scheme", ("static", None), None)  # AutoFP8's
     block = block_of(top, "weight_block_size", None)
     ignore = [t for key in _IGNORE for t in targets_of(top, key, top.strings(key, []), parse_module)]
     top.close()
@@ -71,4 +72,4 @@ def parse_fp8(file: Path, place: str, value: Any, expert_dtype: Any = None) -> Q
     groups = [Group(METHOD, (parse_target("Linear"),), scheme)]
     if "fp4" in (inner, expert_dtype):
         groups.append(Group("experts", (parse_target(_EXPERTS),), Scheme("mxfp4", scheme.inputs, DEEPSEEK_FP4)))
-    return Quantization(file, tuple(groups), tuple(ignore))
+    return Quantization(file, tuple(groups), tuple(ignore), kv_cache is not None)

@@ -50,12 +50,40 @@ _ELSEWHERE = (
     "v2_alpha",
     "version",
 )
+# How AutoRound found the integers, which it writes into its own configs and into those of GPTQ and AWQ.
+OF_AUTO_ROUND = (
+    "amp",
+    "autoround_version",
+    "dynamic_max_gap",
+    "enable_alg_ext",
+    "enable_minmax_tuning",
+    "enable_norm_bias_tuning",
+    "enable_quanted_input",
+    "gradient_accumulate_steps",
+    "iters",
+    "low_gpu_mem_usage",
+    "lr",
+    "minmax_lr",
+    "not_use_best_mse",
+    "nsamples",
+    "provider",
+    "quant_block_list",
+    "scale_dtype",
+    "seqlen",
+    "super_bits",
+    "super_group_size",
+    "supported_types",
+    "to_quant_block_names",
+    "train_bs",
+)
+FLOAT_BITS = (16, 32)  # of what is not quantized
+INPUTS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 _SKIPPED = "-:"  # before a pattern of `dynamic`: modules that are not quantized
 
 
 def parse_gptq(file: Path, place: str, value: Any) -> Quantization:
     """The quantization of the object at `place` of config.json. Raises `CheckpointError`: see `of_method`."""
-    top = ConfigObject.of_method(file, place, value, METHOD, _ELSEWHERE)
+    top = ConfigObject.of_method(file, place, value, METHOD, (*_ELSEWHERE, *OF_AUTO_ROUND))
     bits = top.one_of("bits", (4, 8))
     size = group_size(top, "group_size")
     ordered = top.one_of("desc_act", (True, False), False) and size is not None
@@ -65,6 +93,7 @@ def parse_gptq(file: Path, place: str, value: Any) -> Quantization:
     top.one_of("is_marlin_format", (False, None), None)
     top.one_of("pack_dtype", ("int32", None), None)
     top.one_of("lm_head", (True, False, None), None)
+    check_inputs(top)
     ignore = _skipped(top)
     top.close()
     blocks = "channel" if size is None else f"g{size}"
@@ -89,3 +118,10 @@ def _skipped(top: ConfigObject) -> tuple[Target, ...]:
             raise top.error("dynamic", f"must only name modules that are not quantized, {_SKIPPED!r} and a pattern")
     patterns = [f"re:{pattern.removeprefix(_SKIPPED)}" for pattern in overrides]
     return targets_of(top, "dynamic", patterns)
+
+
+def check_inputs(entries: ConfigObject) -> None:
+    """CheckpointError where weights are no integers, or inputs are quantized."""
+    entries.one_of("data_type", ("int", None), None)
+    entries.one_of("act_bits", (*FLOAT_BITS, None), None)
+    entries.ignore(*INPUTS)

@@ -1,4 +1,4 @@
-"""Modules of GPTQ and AWQ: integers in words of 32 bits, the contracted axis first.
+"""Modules of GPTQ, AWQ and AutoRound: integers in words of 32 bits, the contracted axis first.
 
 The tensors of a weight of N rows and K columns:
 
@@ -6,7 +6,7 @@ The tensors of a weight of N rows and K columns:
           qzeros   int32 (groups, N bits / 32): along rows likewise, each one less than the zero point ("gptq_v2": the
                    zero point itself). Symmetric weights have 2^(bits - 1) everywhere.
           scales   floats (groups, N)
-          g_idx    int32 (K,): each column's group
+          g_idx    int32 (K,): each column's group; AutoRound has none
     AWQ   qweight  int32 (K, N / 8): a word holds 8 rows in the order 0, 2, 4, 6, 1, 3, 5, 7
           qzeros   int32 (groups, N / 8), in the same order
           scales   floats (groups, N)
@@ -22,13 +22,15 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import AWQ, GPTQ, GPTQ_V2, Scheme
+from jmx.checkpoint.compressed_tensors.config import AUTO_ROUND, AUTO_ROUND_V2, AWQ, GPTQ, GPTQ_V2, Scheme
 from jmx.checkpoint.compressed_tensors.module import Module, Piece, Shape
 from jmx.checkpoint.compressed_tensors.tensor_names import FLOATS
 from jmx.numerics.formats import FORMATS, WHOLE_ROW, BlockScaled, Format
 from jmx.util.typing import Int8, Int32, Shaped, UInt8
 
-STORAGES = (GPTQ, GPTQ_V2, AWQ)
+STORAGES = (GPTQ, GPTQ_V2, AWQ, AUTO_ROUND, AUTO_ROUND_V2)
+_INDEXED = (GPTQ, GPTQ_V2)  # have g_idx
+_LESS_ONE = (GPTQ, AUTO_ROUND)  # store zero points less one
 _AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the row, of 8, of each nibble of a word
 
 
@@ -38,12 +40,16 @@ def module_of(name: str, pieces: Mapping[str, Piece], scheme: Scheme) -> Module:
 
 
 class GptqModule(Module):
-    """A module of GPTQ or AWQ; see `Module`, and this file for its tensors."""
+    """A module of GPTQ, AWQ or AutoRound; see `Module`, and this file for its tensors."""
 
     @property
     def _packs_rows(self) -> bool:
         """Whether a word of the values holds rows, as in AWQ, not columns."""
         return self.scheme.storage == AWQ
+
+    @property
+    def _is_indexed(self) -> bool:
+        return self.scheme.storage in _INDEXED
 
     @property
     def _may_be_short(self) -> bool:
@@ -65,7 +71,7 @@ class GptqModule(Module):
         yield "weight_packed", ("I32",), (values,)
         yield "weight_scale", FLOATS, ((blocks, rows),)
         yield "weight_zero_point", ("I32",), ((blocks, rows // per_word),)
-        if not self._packs_rows:
+        if self._is_indexed:
             yield "weight_g_idx", ("I32",), ((columns,),)
         if "bias" in self.pieces:
             yield "bias", FLOATS, ((rows,),)
@@ -75,7 +81,7 @@ class GptqModule(Module):
             return super().sources(name)
         # Both say that values are what their format makes of them, where it has no zero points or no order.
         checked = ["weight_zero_point"] * ("zero_points" not in self.format.arrays)
-        checked += ["weight_g_idx"] * (not self._packs_rows)
+        checked += ["weight_g_idx"] * self._is_indexed
         return [self.pieces[its] for its in ("weight_packed", *checked)]
 
     def kept(self) -> dict[str, Shaped[np.ndarray, "..."]]:
@@ -91,7 +97,8 @@ class GptqModule(Module):
         packed = packing.bytes_of_words(np.ascontiguousarray(stored.T), bits, self.shape[1])
         if "order" in self.format.arrays:
             return packing.columns(packed, bits, self._sorted)
-        self._check_in_order()
+        if self._is_indexed:
+            self._check_in_order()
         return packed
 
     def _check_symmetric(self) -> None:
@@ -117,7 +124,7 @@ class GptqModule(Module):
         if self._packs_rows:
             return np.ascontiguousarray(_rows_of_words(stored, self.shape[0]).T)
         found = packing.elements_of_bytes(packing.bytes_of_words(stored, bits, self.shape[0]), bits, self.shape[0])
-        if self.scheme.storage == GPTQ:
+        if self.scheme.storage in _LESS_ONE:
             most = (1 << bits - 1) - 1
             if (found == most).any():
                 block, row = (int(i) for i in np.argwhere(found == most)[0])
@@ -132,12 +139,12 @@ class GptqModule(Module):
 def gptq_tensors(
     scheme: Scheme, weight: BlockScaled, kept: Mapping[str, Shaped[np.ndarray, "..."]]
 ) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """The tensors of a module of GPTQ or AWQ, by compressed-tensors' names: see `module_writer.module_tensors`."""
+    """The tensors of such a module, by compressed-tensors' names: see `module_writer.module_tensors`."""
     format = FORMATS[scheme.weights]
     bits, packed, scales = format.element_bits, np.asarray(weight.values), np.asarray(weight.scales)
     rows, columns = packed.shape[0], packed.shape[1] * 8 // bits
     found: dict[str, np.ndarray] = {}
-    if scheme.storage != AWQ:
+    if scheme.storage in _INDEXED:
         found["weight_g_idx"] = _groups(format, columns)
     if "order" in format.arrays:
         order = np.asarray(weight.order)
@@ -150,7 +157,7 @@ def gptq_tensors(
         found["weight_packed"], found["weight_zero_point"] = _words_of_rows(elements), _words_of_rows(points)
     else:
         found["weight_packed"] = np.ascontiguousarray(packing.words_of_bytes(packed, bits, columns).T)
-        points = points - np.int8(scheme.storage == GPTQ)
+        points = points - np.int8(scheme.storage in _LESS_ONE)
         found["weight_zero_point"] = packing.words_of_bytes(packing.bytes_of_elements(points, bits), bits, rows)
     found["weight_scale"] = np.ascontiguousarray(scales.T)
     return found | dict(kept)

@@ -18,6 +18,7 @@ from jmx.checkpoint.compressed_tensors import common_format
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.gptq_module import module_of
 from jmx.checkpoint.compressed_tensors.module import FloatModule, Module, Piece, Shape
+from jmx.checkpoint.compressed_tensors.rounded import RoundedModule
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.host_arrays import stacked
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
@@ -79,16 +80,19 @@ class ExpertModules[M: Module | FloatModule]:
 
     def tensors(self) -> set[Tensor]:
         """The tensors that hold these experts."""
-        modules = (module for role in ROLES for parts in self.modules[role] for module in parts)
-        return {piece.tensor for module in modules for piece in module.pieces.values()}
+        return {piece.tensor for module in self._every() for piece in module.pieces.values()}
+
+    def _every(self) -> Iterator[M]:
+        return (module for role in ROLES for parts in self.modules[role] for module in parts)
 
 
 @dataclass(frozen=True)
-class Layer(ExpertModules[Module]):
-    """The experts of a layer, all quantized, which `jmx.Experts` can hold.
+class Layer(ExpertModules[Module | RoundedModule]):
+    """The experts of a layer, which `jmx.Experts` can hold: quantized, or rounded on reading where others are.
 
     Args:
-        scheme: of all modules. Of several the weights are those of `common_format`; inputs that differ are described.
+        scheme: of all modules that are quantized in the files. Of several the weights are those of `common_format`;
+            inputs that differ are described.
     """
 
     scheme: Scheme
@@ -99,8 +103,18 @@ class Layer(ExpertModules[Module]):
 
     @property
     def schemes(self) -> list[Scheme]:
-        """Those of the modules, each once."""
-        return [*dict.fromkeys(m.scheme for its in self.modules.values() for parts in its for m in parts)]
+        """Those of the modules that are quantized in the files, each once."""
+        return [*dict.fromkeys(module.scheme for module in self.quantized)]
+
+    @property
+    def quantized(self) -> list[Module]:
+        """The modules that are quantized in the files."""
+        return [module for module in self._every() if isinstance(module, Module)]
+
+    @property
+    def rounded(self) -> list[RoundedModule]:
+        """The modules that are floats in the files."""
+        return [module for module in self._every() if isinstance(module, RoundedModule)]
 
     def arrays(self) -> dict[str, "Stacked"]:
         """The layer's arrays, packed, by name as `jmx.Experts.arrays` names them."""
@@ -111,7 +125,7 @@ class Layer(ExpertModules[Module]):
         """The static scales of a role's inputs, as factors, gate and up separately; None if there are none.
 
         Raises:
-            CheckpointError: a scale is not finite and positive.
+            CheckpointError: a scale is not finite and positive; or a module is floats in the files, and has none.
         """
         if self.scheme.static_scale is None:
             return None
@@ -124,12 +138,12 @@ class Stacked:
     Indices are slices, as `jmx.checkpoint.placement.send` makes them: experts, rows, and the other axes.
     """
 
-    def __init__(self, modules: Sequence[tuple[Module, ...]], name: str, format: Format):
+    def __init__(self, modules: Sequence[tuple[Module | RoundedModule, ...]], name: str, format: Format):
         self._modules, self._name, self._format = modules, name, format
-        different = {(m.scheme, m.pieces["weight_scale"].dtype): m for parts in modules for m in parts}
-        dtypes = {common_format.abstract(module, name, format)[1] for module in different.values()}
+        different = {(m.scheme, m.scale_dtype): m for parts in modules for m in parts}
+        dtypes = {self._abstract(module)[1] for module in different.values()}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)  # of scales, which it holds exactly
-        (shape, _), *others = (common_format.abstract(module, name, format) for module in modules[0])
+        (shape, _), *others = map(self._abstract, modules[0])
         if name != "order":
             shape = (shape[0] + sum(other[0] for other, _ in others), *shape[1:])
         self.shape: Shape = (len(modules), *shape)
@@ -154,7 +168,7 @@ class Stacked:
             for module in modules:
                 yield from (piece.tensor for piece in self._sources(module))
 
-    def _sources(self, module: Module) -> list[Piece]:
+    def _sources(self, module: Module | RoundedModule) -> list[Piece]:
         return module.sources(self._name) if self._name in (*module.format.arrays, "bias") else []
 
     def _of_all(self) -> set[Tensor]:
@@ -162,9 +176,19 @@ class Stacked:
         pieces = (piece for module in self._modules[0] for piece in self._sources(module))
         return {piece.tensor for piece in pieces if piece.expert is not None}
 
+    def _abstract(self, module: Module | RoundedModule) -> tuple[Shape, np.dtype]:
+        if isinstance(module, RoundedModule):
+            return module.abstract(self._name)
+        return common_format.abstract(module, self._name, self._format)
+
+    def _array(self, module: Module | RoundedModule) -> Shaped[np.ndarray, "..."]:
+        if isinstance(module, RoundedModule):
+            return module.array(self._name)
+        return common_format.array(module, self._name, self._format)
+
     def _expert(self, expert: int) -> Shaped[np.ndarray, "..."]:
         modules = self._modules[expert]
-        parts = [common_format.array(module, self._name, self._format) for module in modules]
+        parts = [self._array(module) for module in modules]
         parts = [part.astype(self.dtype, copy=False) for part in parts]
         if len(parts) == 1:
             return parts[0]
@@ -192,12 +216,13 @@ def find_layers(found: Mapping[str, Tensor], quantization: Quantization, gate_up
         gate_up_order: the order of rows in a tensor that holds gate and up, which files do not record.
 
     Raises:
-        CheckpointError: as `find_modules`; experts of a layer are floats, or have no format in common.
+        CheckpointError: as `find_modules`; experts of a layer have no format in common.
         ValueError: as `find_modules`.
     """
     layers = {}
     for name, its in find_modules(found, quantization, gate_up_order).items():
-        layers[name] = Layer(name, _quantized(its), its.gate_up_order, _scheme(its))
+        scheme = _scheme(its)
+        layers[name] = Layer(name, _in_one_format(its, FORMATS[scheme.weights]), its.gate_up_order, scheme)
     return layers
 
 
@@ -227,9 +252,10 @@ def find_modules(
             continue
         layers.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
     if not layers:
-        raise CheckpointError(
-            quantization.file.parent, "must hold tensors of experts, such as 'experts.0.up_proj.weight'"
-        )
+        rule = "must hold tensors of experts, such as 'experts.0.up_proj.weight'"
+        quantized = next((tensor.name for tensor in others if tensor.name.rpartition(".")[2] in QUANTIZED), None)
+        rule += "" if quantized is None else f", but is quantized in others, such as {quantized!r}"
+        raise CheckpointError(quantization.file.parent, rule)
     built = {name: _layer(name, experts, quantization, gate_up_order) for name, experts in layers.items()}
     quantized = {name: layer for name, layer in built.items() if layer is not None}
     for tensor in others:
@@ -342,32 +368,28 @@ def _check_alike(
         )
 
 
-def _quantized(its: ExpertModules[Module | FloatModule]) -> Mapping[str, Sequence[tuple[Module, ...]]]:
-    """The modules, all of which must be quantized. CheckpointError if one is not."""
-    every = [module for modules in its.modules.values() for parts in modules for module in parts]
-    floats = next((module for module in every if isinstance(module, FloatModule)), None)
-    if floats is not None:
-        other = next(module for module in every if isinstance(module, Module))
-        raise CheckpointError(
-            floats.file,
-            f"experts of {its.name!r} must all be quantized or none, but {other.name!r} is, and {floats.name!r} is not"
-            f"{_REMEDY}",
-        )
-    return {
-        role: [tuple(module for module in parts if isinstance(module, Module)) for parts in modules]
-        for role, modules in its.modules.items()
-    }
+def _in_one_format(
+    its: ExpertModules[Module | FloatModule], format: Format
+) -> Mapping[str, Sequence[tuple[Module | RoundedModule, ...]]]:
+    """The modules, those of floats rounded to a format on reading."""
+
+    def parts_of(parts: tuple[Module | FloatModule, ...]) -> tuple[Module | RoundedModule, ...]:
+        sibling = next((module for module in parts if isinstance(module, Module)), None)
+        return tuple(m if isinstance(m, Module) else RoundedModule(m, format, sibling) for m in parts)
+
+    return {role: [parts_of(parts) for parts in modules] for role, modules in its.modules.items()}
 
 
 def _scheme(its: ExpertModules[Module | FloatModule]) -> Scheme:
-    """The scheme of a layer, in which all its modules' weights are the same numbers.
+    """The scheme of a layer, in which the weights of all its quantized modules are the same numbers.
 
     Raises:
         CheckpointError: there is none.
     """
     found: dict[Scheme, Module] = {}
-    for module in (module for modules in _quantized(its).values() for parts in modules for module in parts):
-        found.setdefault(module.scheme, module)
+    for module in (module for modules in its.modules.values() for parts in modules for module in parts):
+        if isinstance(module, Module):
+            found.setdefault(module.scheme, module)
     if len(found) == 1:
         return next(iter(found))
     each = " and ".join(f"{module.name.removeprefix(f'{its.name}.')!r} ({scheme})" for scheme, module in found.items())

@@ -105,6 +105,11 @@ class Module:
         """Whether the tool's files may hold a short last group of integers."""
         return False
 
+    @property
+    def scale_dtype(self) -> str | None:
+        """safetensors' name of the dtype of scales in the files."""
+        return self.pieces["weight_scale"].dtype
+
     # Required tensors
 
     def _piece(self, tensor: str) -> Piece:

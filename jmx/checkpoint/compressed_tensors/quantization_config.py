@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors import (
+    auto_round_config,
     awq_config,
     config,
     fp8_config,
@@ -17,7 +18,7 @@ from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.shards import CheckpointError, read_json, read_object
 from jmx.util.checks import check_path
 
-_OTHERS = (quark_config, fp8_config, gptq_config, awq_config)
+_OTHERS = (quark_config, fp8_config, gptq_config, awq_config, auto_round_config)
 
 KEYS = ("quantization_config", "compression_config")  # in newer and in older files
 TEXT_CONFIG = "text_config"  # may hold them instead, in models with other inputs than text
@@ -69,9 +70,12 @@ def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
         return gptq_config.parse_gptq(file, place, value)
     if method == awq_config.METHOD:
         return awq_config.parse_awq(file, place, value)
+    if method == auto_round_config.METHOD:
+        return auto_round_config.parse_auto_round(file, place, value)
     known = [config.METHOD, *modelopt_config.METHODS, *(m.METHOD for m in _OTHERS)]
     if method is not None and method != config.METHOD:
-        raise CheckpointError(file, f"`{place}.quant_method` (={method!r}) must be one of {known}")
+        hint = "; of gpt-oss alone `jmx.checkpoint.gpt_oss` reads mxfp4" if method == "mxfp4" else ""
+        raise CheckpointError(file, f"`{place}.quant_method` (={method!r}) must be one of {known}{hint}")
     return config.parse_quantization(file, place, value)
 
 

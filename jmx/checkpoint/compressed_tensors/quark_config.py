@@ -1,6 +1,7 @@
 """Configs of AMD's Quark: weights in MXFP4, and in FP8 by tensor or by channel.
 
-See https://quark.docs.amd.com. One config applies to all linear modules except those that are excluded.
+See https://quark.docs.amd.com. `global_quant_config` applies to all linear modules except those that are excluded, and
+those that a pattern of `layer_quant_config` matches, which have its own.
 """
 
 from pathlib import Path
@@ -43,7 +44,7 @@ _CALIBRATION = (
 )
 # Keys that do not concern experts; and keys that would change them, which must be empty.
 _ELSEWHERE = ("kv_cache_post_rope", "version")
-_EMPTY = ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec")
+_EMPTY = ("layer_type_quant_config", "softmax_quant_spec")
 # Algorithms that only changed the weights, and do nothing when the model runs.
 _ALGORITHMS = ("awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant")
 _MODES = ("eager_mode", "fx_graph_mode")
@@ -70,18 +71,36 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
         top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantized alike", None)
     kv_cache = top.object_or_none("kv_cache_quant_config")
     ignore = targets_of(top, "exclude", top.strings("exclude", []), _parse_excluded)
-    whole = top.object("global_quant_config")
+    scheme = _scheme(top.object("global_quant_config"))
+    if scheme is None:
+        raise CheckpointError(file, f"`{place}.global_quant_config.weight` must not be null: weights must be quantized")
+    groups = [Group("global", (parse_target("Linear"),), scheme)]
+    if top.object_or_none("layer_quant_config") is not None:
+        layers = top.object("layer_quant_config")
+        for pattern in layers.entries:
+            targets, its = targets_of(top, "layer_quant_config", [pattern], parse_glob), _scheme(layers.object(pattern))
+            if its is None:
+                ignore += targets
+            else:
+                groups.append(Group(pattern, targets, its))
     top.close()
-    weights, storage = _weights(whole.object("weight"))
-    inputs = None
-    if whole.object_or_none("input_tensors") is not None:
-        spec = _spec(whole.object("input_tensors"))
-        inputs = _INPUTS.get(spec, str(spec))  # the config's own words, if it is no known format
+    return Quantization(file, tuple(groups), ignore, bool(kv_cache))
+
+
+def _scheme(entries: ConfigObject) -> Scheme | None:
+    """The scheme of modules from their entry; None if it leaves weights as they are."""
+    given = entries.object_or_none("weight")
+    spec = None if entries.object_or_none("input_tensors") is None else _spec(entries.object("input_tensors"))
     for key in ("bias", "output_tensors", "target_device"):
-        whole.one_of(key, (None,), None)
-    whole.close()
-    group = Group("global", (parse_target("Linear"),), Scheme(weights, inputs, storage))
-    return Quantization(file, (group,), ignore, bool(kv_cache))
+        entries.one_of(key, (None,), None)
+    entries.close()
+    if given is None:
+        if spec is not None:
+            raise entries.error("input_tensors", "must be null where weights are not quantized")
+        return None
+    weights, storage = _weights(entries.object("weight"))
+    inputs = None if spec is None else _INPUTS.get(spec, str(spec))  # the config's own words, if it is no known format
+    return Scheme(weights, inputs, storage)
 
 
 def _is_past(value: Any) -> bool:

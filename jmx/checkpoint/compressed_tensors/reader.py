@@ -18,6 +18,7 @@ from jmx.checkpoint.compressed_tensors.gptq_module import module_of
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.module import Module, Piece
 from jmx.checkpoint.compressed_tensors.quantization_config import quantization_of
+from jmx.checkpoint.compressed_tensors.rounded import described
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.model_configs.common_keys import check_model_sizes
 from jmx.checkpoint.placement import ShardingLike, send, sharding_of
@@ -32,6 +33,7 @@ from jmx.util.typing import Array, Float32, Shaped
 
 # Each quantized module has one of these.
 _OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "scale", "qweight")
+_HERE = os.path.dirname(os.path.dirname(__file__))  # jmx.checkpoint, outside which experts are read
 _REMEDY = "; `inputs=False` loads the experts with inputs that are not quantized"
 
 
@@ -89,7 +91,8 @@ class Reader(SafetensorsReader):
         """A layer's experts, which stay in their format throughout.
 
         Where files have several formats in a layer, all are in one in which their weights are the same numbers (see
-        `common_format`), with a UserWarning.
+        `common_format`), with a UserWarning. Single experts or projections in floats are rounded to it by
+        `jmx.quantize`, with a UserWarning that names them and their error.
 
         Args:
             layer, sharding: as in `arrays`.
@@ -192,6 +195,8 @@ class Reader(SafetensorsReader):
     def arrays(self, layer: str, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "E ..."]]:
         """The packed arrays of a layer's experts, by their names in `jmx.Experts.arrays`.
 
+        Modules in floats are rounded, with a UserWarning, as in `experts`.
+
         Args:
             layer: a key of `layers`.
             sharding: a `jax.sharding.Sharding` for all arrays, or a mapping or function that gives one (or None) by
@@ -205,6 +210,7 @@ class Reader(SafetensorsReader):
         arrays = {key: send(key, array, sharding) for key, array in found.arrays().items()}
         jax.block_until_ready(arrays)
         self._advance(sum(tensor.nbytes for tensor in found.tensors()))
+        _warn_of_rounding(found)
         return arrays
 
     def _stored(self, item: int | str) -> list[Tensor]:
@@ -234,3 +240,12 @@ def _warn_of_common_format(layer: Layer) -> None:
             f"{layer.format.name}, as the same numbers",
             stacklevel=3,  # where experts are read
         )
+
+
+def _warn_of_rounding(layer: Layer) -> None:
+    """Warns of the modules that were rounded, and frees what they hold."""
+    read = [module for module in layer.rounded if module.error is not None]
+    if read:
+        warnings.warn(described(layer.name, read, layer.scheme.inputs), skip_file_prefixes=(_HERE,))
+    for module in read:
+        module.forget()

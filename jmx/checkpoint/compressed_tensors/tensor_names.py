@@ -19,6 +19,8 @@ columns:
 from collections.abc import Collection, Mapping
 
 from jmx.checkpoint.compressed_tensors.config import (
+    AUTO_ROUND,
+    AUTO_ROUND_V2,
     AWQ,
     DEEPSEEK_FP4,
     FP8,
@@ -43,6 +45,7 @@ _GPTQ = {
     "weight_zero_point": "qzeros",
     "weight_g_idx": "g_idx",
 }
+_WITHOUT_ORDER = {ours: theirs for ours, theirs in _GPTQ.items() if ours != "weight_g_idx"}
 
 # Other tools' names of the same tensors. ModelOpt's weight_scale_2 and input_scale are reciprocals: they multiply.
 NAMES: dict[str, dict[str, str]] = {
@@ -56,7 +59,9 @@ NAMES: dict[str, dict[str, str]] = {
     FP8_UE8M0: {"weight_scale": "weight_scale_inv"},
     GPTQ: _GPTQ,
     GPTQ_V2: _GPTQ,
-    AWQ: {ours: theirs for ours, theirs in _GPTQ.items() if ours != "weight_g_idx"},
+    AWQ: _WITHOUT_ORDER,
+    AUTO_ROUND: _WITHOUT_ORDER,
+    AUTO_ROUND_V2: _WITHOUT_ORDER,
     DEEPSEEK_FP4: {"weight_packed": "weight", "weight_scale": "scale"},
 }
 

@@ -14,7 +14,6 @@ from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 from jmx.checkpoint.compressed_tensors.reader import Reader
 from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
-from jmx.experts import ROLES
 from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_instance, check_path
 from jmx.util.typing import Shaped
@@ -56,7 +55,7 @@ def convert(
 
 
 def _outputs(reader: Reader) -> Iterator[Output]:
-    """Every tensor: first those outside experts, then those of each layer, module by module."""
+    """Every tensor: first those outside experts or in floats, then those of each layer, module by module."""
     modules = {
         tensor.name: parts for layer in reader.layers.values() for tensor, parts in _expert_tensors(layer).items()
     }
@@ -70,15 +69,13 @@ def _outputs(reader: Reader) -> Iterator[Output]:
 
 
 def _expert_tensors(layer: Layer) -> dict[Tensor, list[tuple[Module, str]]]:
-    """The modules that the parts of each of a layer's tensors come from: one, or those of all experts."""
+    """The quantized modules that the parts of each of a layer's tensors come from: one, or those of all experts."""
     found: dict[Tensor, list[tuple[Module, str]]] = {}
-    for role in ROLES:
-        for its in layer.modules[role]:
-            for module in its:
-                for last, piece in module.pieces.items():
-                    parts = found.setdefault(piece.tensor, [])
-                    if piece.expert is not None or not parts:
-                        parts.append((module, last))
+    for module in layer.quantized:
+        for last, piece in module.pieces.items():
+            parts = found.setdefault(piece.tensor, [])
+            if piece.expert is not None or not parts:
+                parts.append((module, last))
     return found
 
 
