@@ -24,8 +24,9 @@ def check_module_axes(axes: Axes) -> None:
     for logical, given in axes.items():
         if len({*_names(given)}) < len(_names(given)):
             raise ValueError(f"`axes[{logical!r}]` (={given!r}) must not name a mesh axis twice")
-        if not mesh.empty and not {*_names(given)} <= {*mesh.axis_names}:
-            raise ValueError(f"`axes[{logical!r}]` (={given!r}) must name axes of the mesh in scope, {mesh.axis_names}")
+        if not mesh.empty and (missing := [name for name in _names(given) if name not in mesh.axis_names]):
+            known = f"{mesh.axis_names}, not {missing[0]!r}"
+            raise ValueError(f"`axes[{logical!r}]` (={given!r}) must name axes of the mesh, {known}")
     of_weights = [name for logical in ("expert", "intermediate", "hidden") for name in _names(axes.get(logical))]
     if twice := [name for name in of_weights if of_weights.count(name) > 1]:
         raise ValueError(f"`axes` (={dict(axes)}) must not divide two axes of the weights over {twice[0]!r}")
