@@ -22,7 +22,7 @@ from jmx.parallel import PlacedExperts, Placement, gather
 from jmx.selection.problem import Some
 from jmx.selection.registry import Registry
 
-pytestmark = [pytest.mark.devices(8), pytest.mark.usefixtures("on_cpu", "peer_by_collectives")]
+pytestmark = [pytest.mark.costly, pytest.mark.devices(8), pytest.mark.usefixtures("on_cpu", "peer_by_collectives")]
 
 E, H, INTERMEDIATE, K = 16, 64, 32, 3
 MESHES = (1, 2), (2, 4), (4, 2), (8, 1), (1, 8)  # of dp and ep
@@ -79,7 +79,7 @@ def unfused(x: Any, logits: Any, experts: Any, method: Any, bias: Any = None, ma
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("each", [1, 3])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 def test_values_and_gradients_are_those_of_one_device(
     rng: Any, calls: Any, each: int, sizes: Any, method: str, masked: bool, exchange: str, tokens: Any
 ) -> None:

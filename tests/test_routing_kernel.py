@@ -143,7 +143,7 @@ def test_the_kernel_computes_its_definition(rng, shape, method, masked):
 @pytest.mark.parametrize("own", [(0, 1), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_the_kernel_groups_rows_of_some_experts(rng, shape, method, own):
     """Those of one of three devices, or of two of them."""
     num_tokens, num_experts, top_k, tiling = shape
