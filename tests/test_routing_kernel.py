@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backend_cases import GPT_OSS
+from blockwise import Blockwise
 from flax import nnx
 from jax import export
 from jax.sharding import AxisType
@@ -99,13 +100,17 @@ GROUPED = [  # DeepSeek-V3's choice and smaller ones; tokens, experts
 ]
 
 
-def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts, tiling, masked):
+def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts, tiling, masked, own=None):
+    """`own`: the first of the experts whose rows are grouped, and how many they are; None: all."""
     problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=num_experts, top_k=method.top_k)
+    first = None
+    if own is not None:
+        first, problem = jnp.full(1, own[0]), dataclasses.replace(problem, num_experts=own[1], num_routed=num_experts)
     if tiling is not None and tiling.few_tokens == 0:
         problem = dataclasses.replace(problem, weights_on="input")
     call = Call(method, problem, tiling, num_tokens, biased, interpret=True)
-    kernel = jax.jit(lambda values, mask, bias: routing_kernel.routed(values, mask, bias, call))
-    defined = jax.jit(lambda values, mask, bias: definition(values, mask, bias, call))
+    kernel = jax.jit(lambda values, mask, bias: routing_kernel.routed(values, mask, bias, first, call))
+    defined = jax.jit(lambda values, mask, bias: definition(values, mask, bias, first, call))
     for kind in KINDS:
         values = draw_logits(rng, kind, num_tokens, num_experts)
         mask = rng.random(num_tokens) < 0.7 if masked else None
@@ -158,6 +163,20 @@ def test_chunks_of_tokens_compute_the_definition(rng, shape, method, masked, mon
 
 
 @INTERPRETED
+@pytest.mark.parametrize("own", [(0, 1), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
+@pytest.mark.sampled(3)
+def test_the_kernel_groups_rows_of_some_experts(rng, shape, method, own):
+    """Those of one of three devices, or of two of them."""
+    num_tokens, num_experts, top_k, tiling = shape
+    make, biased = METHODS[method]
+    each = num_experts // 3
+    its = own[0] * each, own[1] * each
+    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, True, its)
+
+
+@INTERPRETED
 @pytest.mark.parametrize(("method", "biased", "num_tokens", "num_experts"), GROUPED)
 @pytest.mark.sampled(3)
 def test_the_kernel_chooses_among_groups(rng, method, biased, num_tokens, num_experts):
@@ -167,36 +186,6 @@ def test_the_kernel_chooses_among_groups(rng, method, biased, num_tokens, num_ex
 # In the layer
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOP_K = 64, 32, 8, 2
-
-
-@dataclass(frozen=True)
-class Blockwise:
-    """A backend that computes what each block of rows names, in plain jnp."""
-
-    name: str = "blockwise"
-    summary: str = "blocks of rows, in plain jnp"
-    few_tokens: int = 4
-
-    def supports(self, problem, environment):
-        del problem, environment
-
-    def tiling(self, problem, environment):
-        del problem, environment
-        return Tiling(8, self.few_tokens, 8)
-
-    def apply(self, problem, x, routing, experts, environment):
-        def products(work):
-            blocks = work.blocks.as_arrays()
-            row = jnp.arange(work.num_rows)
-            holds = (blocks.out_rows <= row[:, None]) & (row[:, None] < blocks.out_rows + blocks.counts)
-            expert = jnp.where(holds, blocks.experts, 0).sum(axis=1)
-            tokens = row % work.blocks.out_rows if work.token_of_row is None else work.token_of_row
-            rows = x[jnp.minimum(tokens, x.shape[0] - 1)].astype(jnp.float32)
-            gate_up, down = experts.dequantize()
-            h = jnp.maximum(jnp.einsum("rk,rnk->rn", rows, gate_up[expert]), 0)
-            return jnp.einsum("rn,rmn->rm", h, down[expert])[None]
-
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
 
 
 def draw_layer(rng, num_tokens):
@@ -503,7 +492,7 @@ def test_quotients_and_exponentials_are_those_of_xla(tmp_path):
     call = Call(TopKSoftmax(4), problem, Tiling(8, 8, 8), 4)
 
     def calls(*values):
-        return [routing_kernel.routed(its, None, None, call) for its in values]
+        return [routing_kernel.routed(its, None, None, None, call) for its in values]
 
     values = [jax.ShapeDtypeStruct((4, 128), jnp.float32)] * 6  # XLA reports launches only if it makes a graph of them
     _, kernels = aot.triton_kernels("h200", tmp_path, "jmx_route", calls, *values)

@@ -59,7 +59,9 @@ class Tiling:
             return known
         ids, num_experts = routing.expert_ids, problem.num_experts
         if not self.sorts(problem, ids.shape[0]):
-            return grouping.unsorted(ids, num_experts, self.align)
+            # Of a single token every slot would be a block, and slots of other devices' experts read weights, too.
+            unsorted = grouping.unsorted if problem.num_routed is None else grouping.few
+            return unsorted(ids, num_experts, self.align)
         return grouping.many(ids, num_experts, self.cut)
 
 

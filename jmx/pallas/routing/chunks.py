@@ -158,11 +158,12 @@ def _fill_between(ref: Ref, ends: Int32[Array, " g"], end: Int32[Array, ""], siz
 
 
 def launch(given: tuple[Any, ...], operands: Any, sizes: Sizes) -> Results:
-    """Both kernels. `operands`: a function of `given`, or of references to them: logits, mask and bias."""
+    """Both kernels, for rows of all experts. `operands`: as `call.Call` has them, of `given` or of references to them."""
     params = plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1)
 
     def body(*refs: Any) -> None:
-        route_chunk(*operands(*refs[: len(given)]), *refs[len(given) :], sizes=sizes)
+        values, mask, bias, _ = operands(*refs[: len(given)])
+        route_chunk(values, mask, bias, *refs[len(given) :], sizes=sizes)
 
     shapes = Chunks.shapes(sizes)
     found = iter(

@@ -24,13 +24,14 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 _LEAST = -0x7F800001  # `_ordered` of -inf
 
 
-def kernel(values: Ref, mask: Ref | None, bias: Ref | None, *refs: Ref, sizes: Sizes) -> None:
+def kernel(values: Ref, mask: Ref | None, bias: Ref | None, first: Ref | None, *refs: Ref, sizes: Sizes) -> None:
     """Routes all tokens.
 
     Args:
         values: (T, E) floating.
         mask: (T,) bool, or None.
         bias: (E,) float32 if the choice is biased, or None.
+        first: (1,) int32, the first of the experts for which rows are grouped, if these are some; or None.
         refs: those of `Results` that are there.
     """
     given = iter(refs)
@@ -57,9 +58,15 @@ def kernel(values: Ref, mask: Ref | None, bias: Ref | None, *refs: Ref, sizes: S
         plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
         by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
         return
-    place = few(out, used, tokens, experts, sizes) if sizes.form == "few" else many(out, used, experts, sizes)
+    of_others, own = id_of_slot < 0, experts
+    if first is not None:
+        begin = first[0]
+        own = experts - begin
+        used = jnp.where(_inside(own, sizes)[None, :], used, 0)
+        of_others |= ~_inside(id_of_slot - begin, sizes)
+    place = few(out, used, tokens, own, sizes) if sizes.form == "few" else many(out, used, own, sizes)
     rows = [jnp.sum(jnp.where(experts[None, :] == its[:, None], place, 0), axis=1) for its in ids]
-    row_of_slot = jnp.where(id_of_slot < 0, -1, stacked(rows, slots))
+    row_of_slot = jnp.where(of_others, -1, stacked(rows, slots))
     by_slot(out.row_of, row_of_slot)
     if sizes.form == "many":
         scatter(out.token_of_row, row_of_slot, jnp.broadcast_to(tokens[:, None], row_of_slot.shape), row_of_slot >= 0)
@@ -87,6 +94,11 @@ def keys_of(
     if sizes.choice.num_groups > 1:
         keys = of_best_groups(keys, sizes.choice)
     return keys
+
+
+def _inside(ids: Int32[Array, "*n"], sizes: Sizes) -> Bool[Array, "*n"]:
+    """Whether ids that count from the first expert for which rows are grouped are of one of these."""
+    return (ids >= 0) & (ids < sizes.num_grouped)
 
 
 def biased(logits: Float32[Array, "t e"], bias: Float32[Array, " e"]) -> Float32[Array, "t e"]:
