@@ -252,7 +252,7 @@ def test_a_device_knows_among_how_many_experts_tokens_choose(
 def test_transformations(whole: Whole, kind: str, exchange: str) -> None:
     mesh, split = mesh_of((2, 4)), jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     experts = put(whole.experts, mesh, "ep")
-    x, logits, c = (array.reshape(4, T // 4, -1) for array in (whole.x, whole.logits, C))
+    x, logits, c = (array.reshape(2, T // 2, -1) for array in (whole.x, whole.logits, C))  # two tokens a device
     layer = partial(run, experts=experts, split=split)
 
     def weighted(x: Any, logits: Any, c: Any) -> jax.Array:
