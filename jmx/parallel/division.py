@@ -124,7 +124,7 @@ class Division:
         if not isinstance(routed, Method) or split.intermediate or self.slots or not split.sends_logits:
             return self
         for biased in {False, routed.takes_bias}:  # which is not known here
-            if not routing_kernel.applies(routed, biased, its.num_tokens, its.num_choices, environment):
+            if not routing_kernel.applies(routed, biased, its.num_tokens, its.num_choices, environment, of_some=True):
                 return self
         if self.call is None:
             return replace(self, routes_all=True)

@@ -16,7 +16,15 @@ from jmx.engines.routed import GroupedRouting, Groups
 from jmx.grouping import Blocks, Work
 from jmx.pallas import defined
 from jmx.pallas.routing.choice import MOST_SLOTS, Choice
-from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
+from jmx.pallas.routing.sizes import (
+    MOST_ELEMENTS,
+    MOST_ELEMENTS_OF_SOME,
+    MOST_EXPERTS_OF_CHUNKS,
+    MOST_OF_CHUNKS,
+    Results,
+    Sizes,
+    power_of_two,
+)
 from jmx.routing import GroupedTopK, Logits, Method, Routing, SigmoidTopK, SqrtSoftplusTopK
 from jmx.routing.logits import route_checked
 from jmx.routing.top_k import weigh
@@ -25,7 +33,6 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Int32, Shaped
 
 LEAST_CAPABILITY = (8, 0)
-MOST_ELEMENTS = 1 << 13  # of tokens by experts, both rounded up to powers of two: with more, XLA's kernels take less
 LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
 
 # Methods whose weights are computed from the ids beside the products, in plain jnp.
@@ -66,8 +73,7 @@ class Call:
         if self.tiling is None:
             return Sizes(*sizes, None, interpret=self.interpret)
         if self.tiling.sorts(self.problem, self.num_tokens):
-            cut = self.tiling.block_m, self.tiling.align, self.tiling.whole
-            return Sizes(*sizes, "many", *cut, interpret=self.interpret, own=own)
+            return Sizes(*sizes, "many", *self.tiling.cut, interpret=self.interpret, own=own)
         form = "single" if self.num_tokens == 1 and own is None else "few"
         return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret, own=own)
 
@@ -99,9 +105,12 @@ class Call:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
 
+        from jmx.pallas.routing import chunks
         from jmx.pallas.routing.kernel import kernel
 
         sizes = self.sizes
+        if sizes.chunk is not None:
+            return jax.tree.leaves(chunks.launch(given, self.operands, sizes))
 
         def body(*refs: Any) -> None:
             kernel(*self.operands(*refs[: len(given)]), *refs[len(given) :], sizes=sizes)
@@ -115,22 +124,33 @@ class Call:
         )(*given)
 
 
-def applies(method: Method, biased: bool, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+def applies(
+    method: Method,
+    biased: bool,
+    num_tokens: Any,
+    num_experts: int,
+    environment: Environment,
+    *,
+    of_some: bool = False,
+) -> bool:
     """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine.
 
-    `biased`: whether the choice has a correction bias.
+    `biased`: whether the choice has a correction bias. `of_some`: whether rows are grouped for some of the experts.
     """
     has = Choice.of(method, biased, num_experts) is not None
-    return has and takes(method.top_k, num_tokens, num_experts, environment)
+    return has and takes(method.top_k, num_tokens, num_experts, environment, of_some=of_some)
 
 
-def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment, *, of_some: bool = False) -> bool:
     """Whether it is used for so many slots, of a method that it has."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
-    return power_of_two(num_tokens) * power_of_two(num_experts) <= MOST_ELEMENTS
+    elements = power_of_two(num_tokens) * power_of_two(num_experts)
+    if of_some:
+        return elements <= MOST_ELEMENTS_OF_SOME
+    return elements <= (MOST_OF_CHUNKS if num_experts <= MOST_EXPERTS_OF_CHUNKS else MOST_ELEMENTS)
 
 
 def notes(problem: Problem, environment: Environment, routed: Method | Routing | None) -> tuple[str, ...]:
@@ -144,7 +164,9 @@ def notes(problem: Problem, environment: Environment, routed: Method | Routing |
         which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:
         which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
-    return (f"logits{which}: routed and grouped by one kernel, jmx_route",) if used else ()
+    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_experts)
+    kernels = "one kernel, jmx_route" if elements <= MOST_ELEMENTS else "two kernels, jmx_route and jmx_group"
+    return (f"logits{which}: routed and grouped by {kernels}",) if used else ()
 
 
 def route_and_group(
