@@ -206,8 +206,11 @@ def anywhere(monkeypatch):
         return route_and_group(*arguments)
 
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Blockwise(), *registered_backends())))
-    tokens = lambda _, __, number, *___: isinstance(number, int) and number > 0  # noqa: E731
-    monkeypatch.setattr(routing_kernel, "applies", tokens)
+
+    def applies(method, biased, num_tokens, *_, **__):
+        return isinstance(num_tokens, int) and num_tokens > 0
+
+    monkeypatch.setattr(routing_kernel, "applies", applies)
     monkeypatch.setattr(routing_kernel, "route_and_group", recorded)
     return made
 

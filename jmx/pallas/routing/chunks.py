@@ -158,7 +158,7 @@ def _fill_between(ref: Ref, ends: Int32[Array, " g"], end: Int32[Array, ""], siz
 
 
 def launch(given: tuple[Any, ...], operands: Any, sizes: Sizes) -> Results:
-    """Both kernels, for rows of all experts. `operands`: as `call.Call` has them, of `given` or of references to them."""
+    """Both kernels, for rows of all experts. `operands`: as those of `call.Call`, of `given` or of references to it."""
     params = plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1)
 
     def body(*refs: Any) -> None:
