@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     kernel = routing_kernel.route_and_group
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Blockwise(), *registered_backends())))
-    monkeypatch.setattr(routing_kernel, "applies", lambda *_: True)
+    monkeypatch.setattr(routing_kernel, "applies", lambda *_, **__: True)
     monkeypatch.setattr(routing_kernel, "Call", partial(routing_kernel.Call, interpret=True))
     monkeypatch.setattr(routing_kernel, "route_and_group", recorded)
     yield made
