@@ -303,7 +303,7 @@ def _of_this_device(
 
 def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, num_experts: int) -> bool:
     """Whether each device routes the tokens of all, by the kernel that also groups them: they exchange logits then."""
-    if not split.sends_logits:
+    if not split.sends_logits or all(lax.axis_size(name) == 1 for name in split.names("expert")):
         return False
     num_tokens = x.shape[0] * prod(lax.axis_size(name) for name in split.exchanged)
     check_logits(logits)
