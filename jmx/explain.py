@@ -14,7 +14,6 @@ from jmx import activations
 from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.experts import Experts, ShardedExperts
-from jmx.layer import check_arguments
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.division import Division
@@ -29,7 +28,7 @@ from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.costs import PEAKS, Floor, active_experts, flops, scaled, times_bfloat16
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Problem, weight_bytes
+from jmx.selection.problem import Problem, check_arguments, weight_bytes
 from jmx.selection.select import NoBackendError, check_backend, requested, select
 from jmx.selection.tuning import Choice, Tunable
 from jmx.util import html
@@ -178,6 +177,7 @@ def explain_problem(
     """
     environment = environment if environment is not None else Environment.probe()
     chosen = configuration = error = None
+    division = None if division is None else division.of_logits(routed, environment)
     try:
         of_a_device = problem if division is None else division.local
         selection = select(of_a_device, environment, backend, registered_backends())

@@ -2,11 +2,13 @@
 
 import dataclasses
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from jmx import activations, autodiff, meshes
@@ -15,7 +17,6 @@ from jmx.backends import registered_backends
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
 from jmx.experts import Experts, ShardedExperts, padding
-from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
 from jmx.lora.products import AddedBy
@@ -27,20 +28,21 @@ from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, route
-from jmx.routing.leading import Tokens, check_routing, flat_routing, slots_of
+from jmx.routing.leading import Tokens, check_routing, flat_logits, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import (
-    WEIGHTS_ON,
     Problem,
+    Some,
+    check_arguments,
     check_by_token,
     check_x,
     resolve_input_format,
     with_tokens,
 )
 from jmx.selection.select import check_backend, select
-from jmx.util.checks import check_array, check_bool, check_instance, check_one_of, is_array
+from jmx.util.checks import check_array, check_bool, check_instance, is_array
 from jmx.util.typing import AnyArray, Array, Bool, Float, Integer
 from jmx.xla import backend as xla
 
@@ -113,26 +115,24 @@ def moe(
 
 def moe_of_some(
     x: Float[Array, "T H"],
-    routing: Routing,
+    routing: Routing | Logits,
     experts: Experts | MasterExperts,
-    num_routed: int,
+    some: Some,
     *,
     adapters: Adapters | None = None,
     **settings: Any,
 ) -> Float[Array, "T H"]:
-    """`moe` of some of the `num_routed` experts among which tokens are routed; ids count from the first of these.
+    """`moe` of some of the experts among which tokens are routed; what others would add to a token is left out.
 
     Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts.
     """
-    call = _Settings(**settings)
-    some = num_routed if num_routed > experts.num_experts else None
-    return _undivided(Tokens(x, routing, None), (experts, adapters), call, some)
+    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some)
 
 
 def _undivided(
-    tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", num_routed: int | None = None
+    tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None
 ) -> Float[Array, "*tokens H"]:
-    """`moe` of experts that no mesh divides. `num_routed`: that of `Problem`."""
+    """`moe` of experts that no mesh divides. `some`: which; None: all."""
     (x, routing, mask), (experts, adapters) = tokens, weights
     activation, weights_on, input_format, backend, save_gate_up = settings
     beside: Beside = adapters
@@ -142,7 +142,8 @@ def _undivided(
         experts, beside, prepared = Rounded.of(experts, input_format, Environment.probe(x, routing, experts))
     else:
         experts = prepared = check_instance("experts", experts, Experts, "jmx.Experts")
-    check_arguments(x, routing, prepared, activation, weights_on)
+    num_routed = None if some is None or some.num_routed == experts.num_experts else some.num_routed
+    check_arguments(x, routing, prepared, activation, weights_on, num_routed)
     if adapters is not None:
         adapters.check(experts)
     check_backend(backend, registered_backends())
@@ -153,7 +154,7 @@ def _undivided(
     static = _Static(problem, environment, backend, save_gate_up)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
-        return _on_one_device(tokens, (experts, beside), static)
+        return _on_one_device(tokens, (experts, beside), static, None if num_routed is None else some)
     return _on_devices(tokens.for_jit(), (experts, beside), static, of_tokens)
 
 
@@ -285,12 +286,29 @@ def _of_this_device(
     """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
     (x, routing, mask), (experts, adapters) = Tokens.of_parts(by_token, rest), weights
     experts = over_mesh.gathered(split, experts)
-    routing = flat_routing(routing, x.shape[:-1], mask)
-    settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
-    on_one = partial(moe_of_some, num_routed=over_mesh.num_routed(split, experts), **settings._asdict())
-    rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
+    num_routed = over_mesh.num_routed(split, experts)
     flat = x.reshape(-1, x.shape[-1])
+    if isinstance(routing, Logits) and isinstance(experts, Experts) and _routes_all(split, flat, routing, num_routed):
+        routing = flat_logits(routing, x.shape[:-1], mask)
+    else:
+        routing = flat_routing(routing, x.shape[:-1], mask)
+    settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
+
+    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any) -> Float[Array, "T H"]:
+        return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **settings._asdict())
+
+    rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
+
+
+def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, num_experts: int) -> bool:
+    """Whether each device routes the tokens of all, by the kernel that also groups them: they exchange logits then."""
+    if not split.sends_logits:
+        return False
+    num_tokens = x.shape[0] * prod(lax.axis_size(name) for name in split.exchanged)
+    check_logits(logits)
+    environment, biased = Environment.probe(x, logits), logits.correction_bias is not None
+    return routing_kernel.applies(logits.method, biased, num_tokens, num_experts, environment, of_some=True)
 
 
 class _Static(NamedTuple):
@@ -302,27 +320,32 @@ class _Static(NamedTuple):
     save_gate_up: bool
 
 
-def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Static) -> Float[Array, "*tokens H"]:
+def _on_one_device(
+    tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None
+) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
     experts, beside = weights
     check_not_divided(experts.arrays())
     x, routing, mask = tokens
     flat = x.reshape(-1, x.shape[-1])
-    routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static))
+    first = None if some is None else some.first
+    routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static, first=first))
     return _run(flat, routing, experts, beside, static).reshape(x.shape)
 
 
-def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Static) -> Routing:
-    """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel."""
+def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Static, first: Any) -> Routing:
+    """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel. `first`: that of `Some`."""
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
     biased = logits.correction_bias is not None
-    if not routing_kernel.applies(logits.method, biased, num_tokens, problem.num_experts, environment):
-        return route(logits, mask)
+    sizes, of_some = (num_tokens, problem.num_choices), first is not None
+    if not routing_kernel.applies(logits.method, biased, *sizes, environment, of_some=of_some):
+        routing = route(logits, mask)
+        return routing if first is None else routing._replace(expert_ids=routing.expert_ids - first)
     backend = select(problem, environment, static.backend, registered_backends()).backend
     tiling = routing_kernel.tiling_of(backend, problem, environment)
     call = routing_kernel.Call(logits.method, problem, tiling, num_tokens, biased)
-    return routing_kernel.route_and_group(logits, mask, call)
+    return routing_kernel.route_and_group(logits, mask, call, first)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -419,28 +442,3 @@ def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]
     """x with zeros for the padding of the experts' hidden size."""
     more = experts.array_sizes[0] - x.shape[-1]
     return jnp.pad(x, ((0, 0), (0, more))) if more else x
-
-
-def check_arguments(
-    x: Float[Any, "*tokens H"],
-    routing: Any,
-    experts: Any,
-    activation: Any,
-    weights_on: str,
-    num_experts: int | None = None,
-) -> None:
-    """Raises ValueError or TypeError, naming the argument, for arguments that `moe` rejects; these may be abstract.
-
-    `num_experts`: those of all devices; None: `experts`.
-    """
-    check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
-    check_instance("experts", experts, Experts, "jmx.Experts")
-    check_arrays(experts)
-    check_x(x, experts.hidden_size)
-    if isinstance(routing, Logits):
-        values = check_array("values", routing.values)
-        number = experts.num_experts if num_experts is None else num_experts
-        if values.shape[-1:] != (number,):
-            raise ValueError(f"`values` (shape {values.shape}) must be (..., {number}), one an expert")
-    experts.check_activation(activation)
-    check_one_of("weights_on", weights_on, WEIGHTS_ON)

@@ -111,13 +111,21 @@ def _shared_memory(resources: str) -> int:
 
 
 class TritonKernel(NamedTuple):
-    """A compiled Pallas Triton kernel: bytes of shared memory, registers and bytes of spills of a thread, and
-    what ptxas was given."""
+    """A compiled Pallas Triton kernel: bytes of shared memory, registers and bytes of spills of a thread, what ptxas
+    was given, and the binary that it made."""
 
     shared_memory: int
     registers: int
     spilled: int
     ptx: str
+    binary: pathlib.Path
+
+    def sass(self) -> str:
+        """The machine code as text."""
+        tool = shutil.which("nvdisasm", path=_cuda() / "bin")
+        if tool is None:
+            pytest.skip("needs nvdisasm, which the `aot` extra installs")
+        return subprocess.run([tool, "-c", self.binary], capture_output=True, text=True, check=True).stdout
 
 
 def triton_kernels(
@@ -125,7 +133,7 @@ def triton_kernels(
 ) -> tuple[jax.stages.Compiled, list[TritonKernel]]:
     """As `compile_for`, with its kernels called `name`, or `name` and a number, in any order."""
     compiled = compile_for(device, function, *arguments, xla_dump_to=str(directory), xla_dump_emitter_re="ptx")
-    (launched,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
+    launched = max(directory.glob("*.thunk_sequence*.txt"))  # after passes, where a graph was made
     memory = dict(re.findall(rf" ({name}\w*) grid.*shared_memory: (\d+) bytes", launched.read_text()))
     kernels, tool = [], shutil.which("ptxas", path=_cuda() / "bin") or shutil.which("ptxas")
     if tool is None:
@@ -135,12 +143,13 @@ def triton_kernels(
         entry = re.search(rf"^\.visible \.entry ({name}\w*)\(", text, re.MULTILINE)
         if entry is not None:
             target = re.findall(r"^\.target (\w+)", text, re.MULTILINE)[0]
-            command = [tool, "-v", f"-arch={target}", file, "-o", directory / "kernel.cubin"]
+            binary = directory / f"{entry[1]}.cubin"
+            command = [tool, "-v", f"-arch={target}", file, "-o", binary]
             report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             registers, spilled = (
                 int(re.findall(pattern, report)[0])
                 for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
             )
-            kernels.append(TritonKernel(int(memory.pop(entry[1])), registers, spilled, text))
+            kernels.append(TritonKernel(int(memory.pop(entry[1])), registers, spilled, text, binary))
     assert not memory, f"no PTX of {memory}"
     return compiled, kernels

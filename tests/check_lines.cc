@@ -1,4 +1,5 @@
-// jmx/ffi/peer/src/lines.h on threads of a CPU: ranks exchange rows many times, with delays, and each result is checked.
+// jmx/ffi/peer/src/lines.h on threads of a CPU: ranks exchange rows, and addresses of arrays that they then read, many
+// times, with delays, and each result is checked.
 //
 //     check_lines RANKS CALLS
 #include <atomic>
@@ -54,10 +55,25 @@ float Element(int rank, int call, int index) { return 1.0f + 0.37f * rank + 0.11
 
 std::atomic<int> failures = 0;
 
+// A sum of elements that others have in arrays of their own, whose addresses are swapped. Ends when all have read theirs.
+float SumOfArrays(SharedMemory& memory, const Ranks& ranks, int call, const float* mine, std::atomic<int>& read) {
+  float sum = 0;
+  for (int rank = 0; rank < ranks.num_ranks; ++rank) {
+    const float* its = mine;
+    if (rank != ranks.rank)
+      its = reinterpret_cast<const float*>(jmx::Swap(memory, ranks, call, rank, 1, 2, reinterpret_cast<Data>(mine)));
+    sum += its[ranks.rank];
+  }
+  ++read;
+  while (read < call * ranks.num_ranks) std::this_thread::yield();
+  return sum;
+}
+
 struct Rank {
   Ranks ranks{};
   std::vector<unsigned char> in[3], out[3];
   std::vector<float> rows, sums;
+  float swapped;
 };
 
 void Fill(Rank& its, int call) {
@@ -78,6 +94,9 @@ void Check(const Rank& its, int call) {
       sum += Element(rank, call, static_cast<int>(its.ranks.rank * its.sums.size() + i));
     failures += sum != its.sums[i];
   }
+  float sum = 0;
+  for (int rank = 0; rank < its.ranks.num_ranks; ++rank) sum += Element(rank, call, its.ranks.rank);
+  failures += sum != its.swapped;
 }
 
 }  // namespace
@@ -87,6 +106,7 @@ int main(int argc, char** argv) {
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   constexpr int kSums = 6;  // elements of a rank
   const size_t slot_bytes = 256;
+  std::atomic<int> read = 0;
   std::vector<std::vector<Data>> regions(2 * num_ranks, std::vector<Data>((jmx::kSlots + 2 * num_ranks * slot_bytes) / 8));
   std::vector<Rank> all(num_ranks);
   std::vector<std::thread> threads;
@@ -134,6 +154,9 @@ int main(int argc, char** argv) {
         for (int thread = 1; thread < kThreads; ++thread) kernel.emplace_back(run, thread);
         run(0);
         for (auto& its : kernel) its.join();
+        std::vector<float> array(its.rows);  // in other memory in each call
+        SharedMemory memory{std::minstd_rand(call), call % 3 == 0};
+        its.swapped = SumOfArrays(memory, gather, call, array.data(), read);
         Check(its, call);
       }
     });

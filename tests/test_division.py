@@ -263,3 +263,37 @@ def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixtu
             continue
         assert cli.main([*command, *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "method", "device", "tokens", "sent"),
+    [
+        ({}, jmx.TopKSoftmax(4), "h200", 16, 3 * 2 * (X_BYTES + 4 * 128)),
+        ({"tokens": "dp"}, jmx.TopKSoftmax(4), "h200", 16, 0),
+        ({}, jmx.TopKSoftmax(4), "h200", 256, None),  # 128 tokens of 128 experts are more than the kernel takes
+        ({}, jmx.TopKSoftmax(4), "cpu", 16, None),
+        ({}, None, "h200", 16, None),  # a call gets a routing
+        ({"chunks": 2}, jmx.TopKSoftmax(4), "h200", 16, None),
+        ({"exchange": "rows"}, jmx.TopKSoftmax(4), "h200", 16, None),
+        ({"intermediate": "tp"}, jmx.TopKSoftmax(4), "h200", 16, None),
+        ({"slots": 136}, jmx.TopKSoftmax(4), "h200", 16, None),
+    ],
+    ids=str,
+)
+def test_few_tokens_logits_are_exchanged(fields: Any, method: Any, device: str, tokens: int, sent: int | None) -> None:
+    """On devices that have the kernel, and with experts as they are. `sent`: None: they are not."""
+    slots = fields.get("slots")
+    axes: dict[str, Any] = {"tokens": ("dp", "ep")} | {name: its for name, its in fields.items() if name != "slots"}
+    split = jmx.Split(expert="ep", **axes)
+    environment = Environment.named(device)
+    problem = dataclasses.replace(PROBLEM, num_tokens=tokens)
+    plain = Division.of(problem, split, MESH.shape, slots, environment.platform)
+    found = plain.of_logits(method, environment)
+    if sent is None:
+        assert found == plain
+        assert not found.as_dict()["routes_all"]
+    else:
+        assert found.as_dict()["routes_all"]
+        assert found.bytes_before == sent
+        line = f"each device routes {found.local.num_tokens} tokens"
+        assert sum(str(its).startswith(line) for its in found.lines()) == 1

@@ -1,6 +1,7 @@
 """Kernels of few tokens: against their definitions, interpreted; in models; and compiled for an H200."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -343,6 +344,32 @@ def test_kernels_compute_their_definitions_on_a_gpu(rng, size, dim, group, token
 
 
 # Compiled
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["heads", "output", "router"])
+def test_what_one_token_needs_first_is_loaded_before_anything_is_computed(tmp_path, kind):
+    """ptxas moves loads behind products where it can: then no memory is read while anything is computed."""
+    with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
+        rng = np.random.default_rng(0)
+        if kind == "heads":
+            given: Any = heads_operands(rng, 1, kv_heads=8, group=8, dim=64, size=2880, capacity=128)
+            tile = choice.heads_tile(1, 64)
+        else:
+            rows, size = (2880, 4096) if kind == "output" else (128, 2880)
+            given = linear_operands(rng, 1, size, rows, norm=kind == "router", bias=True, residual=kind == "output")
+            tile = choice.linear_tile(1, (rows, size))
+    assert tile is not None
+    call = heads.Heads(tile, 1e-5) if kind == "heads" else linear.Linear(tile, 1e-5, normed=kind == "router")
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), given)
+    _, (kernel,) = aot.triton_kernels("h200", tmp_path, call.name, partial(run, call), shapes)
+    assert kernel.spilled == 0
+    assert kernel.registers <= 128  # four CTAs an SM
+    opcodes = re.findall(r"\b(LDG\.E\.128|FMUL|BAR)\b", kernel.sass())
+    steps = -(-given.x.shape[1] // tile.columns)
+    scales = 0 if given.scale is None else 2 * steps  # float32: a thread's 8 in two loads
+    assert opcodes[: opcodes.index("BAR")] == ["LDG.E.128"] * (tile.rows * steps + scales)
+    assert opcodes.index("FMUL") > opcodes.index("BAR")
 
 
 @pytest.mark.aot

@@ -252,7 +252,7 @@ def test_a_device_knows_among_how_many_experts_tokens_choose(
 def test_transformations(whole: Whole, kind: str, exchange: str) -> None:
     mesh, split = mesh_of((2, 4)), jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     experts = put(whole.experts, mesh, "ep")
-    x, logits, c = (array.reshape(4, T // 4, -1) for array in (whole.x, whole.logits, C))
+    x, logits, c = (array.reshape(2, T // 2, -1) for array in (whole.x, whole.logits, C))  # two tokens a device
     layer = partial(run, experts=experts, split=split)
 
     def weighted(x: Any, logits: Any, c: Any) -> jax.Array:
@@ -343,6 +343,12 @@ def test_calls_that_are_refused(whole: Whole) -> None:
             run(x, logits[:, :12], jax.tree.map(lambda a: a[:12], experts), jmx.Split(expert="ep"))
         with pytest.raises(ValueError, match=r"`intermediate` .* must divide the 2 shards evenly, over 8 dev"):
             run(x, logits, jmx.ShardedExperts.of(experts, 2), jmx.Split(intermediate="ep"))
+        other = jmx.Split(expert="ep", tokens="ep", mesh=mesh_of((4, 2)))
+        for call in (run, jax.jit(run, static_argnums=3)):
+            with pytest.raises(
+                ValueError, match=r"`split\.mesh` \(=\{'dp': 4, 'ep': 2\}\) must be the mesh in scope, \{'d"
+            ):
+                call(x, logits, experts, other)
     mesh = mesh_of((2, 4), "explicit")
     divided = put(experts, mesh, "ep")
     with pytest.raises(ValueError, match=r"`split\.tokens` \(='dp'\) must be the Explicit mesh axes that split"):

@@ -120,8 +120,16 @@ def test_reasons() -> None:
 
 
 @pytest.mark.usefixtures("by_xla")
-def test_large_tokens_are_left_to_gather() -> None:
-    assert "more than 8388608" in str(peer.Peer().supports(call_of(8192, 4, 2880)))
+def test_many_tokens_go_from_array_to_array_unless_the_allocator_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peer.Peer().supports(call_of(8192, 4, 2880)) is None
+    assert collectives.way_of([8192 * 2880 * 2, 128, 128], lines=True) is collectives.Way.ARRAYS
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "BFC")
+    assert peer.Peer().supports(call_of(8192, 4, 2880)) is None
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+    reason = str(peer.Peer().supports(call_of(8192, 4, 2880)))
+    assert "more than 8388608, and XLA_PYTHON_CLIENT_ALLOCATOR (=cuda_async) must be unset" in reason
+    assert collectives.way_of([8192 * 2880 * 2, 128, 128], lines=True) is collectives.Way.SLOT
+    assert peer.Peer().supports(call_of(1024, 4, 2880)) is None
 
 
 @pytest.mark.usefixtures("by_xla")
@@ -161,13 +169,26 @@ def _ordered_sum(parts: jax.Array, dtype: Any) -> jax.Array:
     return total.astype(dtype)
 
 
+WAYS = pytest.mark.parametrize("way", [*collectives.Way], ids=lambda way: way.name.lower())
+
+
+def send(way: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Has rows sent so, where they can be; the `lines` of the collectives."""
+    monkeypatch.setattr(collectives, "LEAST_ARRAY_BYTES", 0 if way == collectives.Way.ARRAYS else 1 << 60)
+    jax.clear_caches()
+    return way == collectives.Way.LINES
+
+
 @pytest.mark.gpu
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
+@WAYS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(1, 2880, 4), (1, 7, 1), (3, 33, 3), (16, 2880, 4), (64, 2880, 8), (1000, 2880, 4)])
-def test_collectives_give_the_bits_of_their_definition(gpu_mesh: Any, shape: Any, dtype: str, lines: bool) -> None:
+def test_collectives_give_the_bits_of_their_definition(
+    gpu_mesh: Any, shape: Any, dtype: str, way: collectives.Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_tokens, width, k = shape
+    lines = send(way, monkeypatch)
     ranks = gpu_mesh.size
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = (
@@ -205,10 +226,12 @@ def test_a_mesh_in_another_order_of_devices(gpu_mesh: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.devices(2)
-@pytest.mark.parametrize("lines", [False, True], ids=["flags", "lines"])
-def test_a_thousand_calls_with_delays_give_the_same_bits(gpu_mesh: Any, lines: bool) -> None:
+@WAYS
+def test_a_thousand_calls_with_delays_give_the_same_bits(
+    gpu_mesh: Any, way: collectives.Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each GPU is held up at random before each call, results lie in buffers that held NaN."""
-    ranks = gpu_mesh.size
+    ranks, lines = gpu_mesh.size, send(way, monkeypatch)
     number = int(os.environ.get("JMX_TEST_CALLS", "1000"))
 
     def calls(x: jax.Array, y: jax.Array, delays: jax.Array) -> jax.Array:

@@ -41,6 +41,9 @@ def test_which_rows_can_be_lines() -> None:
     constants = dict(re.findall(r"(\w+) = (.*);", (SOURCES / "lines.h").read_text()))
     assert constants["kLineData"].split(";")[0] == str(collectives.LINE_BYTES)
     assert constants["kMostLineData"] == f"{collectives.MOST_LINE_BYTES >> 10} << 10"
+    region = (SOURCES / "region.h").read_text()
+    ways = re.findall(r"enum class Way : long long \{ (.*) \};", region)[0].split(", ")
+    assert [name.removeprefix("k").upper() for name in ways] == [way.name for way in collectives.Way]
     assert collectives.can_be_lines([2880 * 2, 16, 16])
     assert collectives.can_be_lines([collectives.MOST_LINE_BYTES])
     assert not collectives.can_be_lines([collectives.MOST_LINE_BYTES - 8, 16])
@@ -54,7 +57,7 @@ def call_of(num_tokens: int, **options: Any) -> Call:
 
 @pytest.mark.usefixtures("peer_by_collectives")
 @pytest.mark.parametrize(
-    ("num_tokens", "chosen"), [(1, "peer_lines"), (45, "peer_lines"), (46, "peer"), (1448, "peer")]
+    ("num_tokens", "chosen"), [(1, "peer_lines"), (45, "peer_lines"), (46, "peer"), (65536, "peer")]
 )
 def test_few_rows_are_lines_unless_another_exchange_is_asked_for(num_tokens: int, chosen: str) -> None:
     call = call_of(num_tokens)
@@ -83,7 +86,8 @@ def test_the_kernels_compile_for_hopper() -> None:
         image = compile_kernels("sm_90")
     except OSError as e:
         pytest.skip(f"needs NVRTC, which the `aot` extra installs: {e}")
-    for name in ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16"):
+    names = ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16")
+    for name in (*names, "gather_arrays_16", "reduce_bf16_arrays_16", "reduce_f16_arrays_2", "reduce_f32_arrays_4"):
         assert name.encode() in image
 
 

@@ -10,9 +10,12 @@ from rich.text import Text
 
 from jmx.experts.sharded import shard_size
 from jmx.numerics.formats import FORMATS
+from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES, choose
 from jmx.parallel.split import Names, Split, exchange_call
+from jmx.routing import Method
+from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem, weight_bytes
 from jmx.util.tables import FoldingTable, words
 
@@ -32,6 +35,8 @@ class Division:
         bytes_before, bytes_after: that a device sends to others before its experts compute, with weights, and after.
         gathered: mesh axes along which weights are gathered at each call.
         bytes_gathered: of weights that a device gets from others at each call, and sends to them.
+        slots: those of the experts' placement, if they have one.
+        routes_all: whether each device routes all tokens that come to it, by a kernel that groups its experts' rows.
     """
 
     split: Split
@@ -45,6 +50,8 @@ class Division:
     bytes_after: int
     gathered: Names = ()
     bytes_gathered: int = 0
+    slots: int | None = None
+    routes_all: bool = False
 
     @classmethod
     def of(
@@ -93,7 +100,7 @@ class Division:
                 input_format=None if problem.on_input else problem.input_format,
                 platform=platform,
             )
-            trail = tuple((name, its.summary, its.supports(call)) for name, its in EXCHANGES.items())
+            trail = _trail(call)
             chosen = _chosen(call, split)
             before, after = (0, 0) if chosen is None else EXCHANGES[chosen].bytes_sent(call)
         summed = prod(sizes[name] for name in split.summed)
@@ -103,7 +110,31 @@ class Division:
         devices_of_weights = prod(sizes[name] for name in gathered)
         got = round(weight_bytes(local, local_experts) * (devices_of_weights - 1) / devices_of_weights)
         before += got
-        return cls(split, sizes, num_tokens, local, call, chosen, trail, before, after, gathered, got)
+        return cls(split, sizes, num_tokens, local, call, chosen, trail, before, after, gathered, got, num_slots)
+
+    def of_logits(self, routed: Any, environment: Environment, itemsize: int = 4) -> "Division":
+        """The same call with router logits, which devices exchange instead of their routing if one kernel routes all.
+
+        Args:
+            routed: their method; any other value: the call gets a routing.
+            environment: of the devices.
+            itemsize: bytes of a logit.
+        """
+        its, split = self.local, self.split
+        if not isinstance(routed, Method) or split.intermediate or self.slots or not split.sends_logits:
+            return self
+        for biased in {False, routed.takes_bias}:  # which is not known here
+            if not routing_kernel.applies(routed, biased, its.num_tokens, its.num_choices, environment, of_some=True):
+                return self
+        if self.call is None:
+            return replace(self, routes_all=True)
+        call = replace(self.call, logit_bytes=its.num_choices * itemsize)
+        chosen = _chosen(call, split)
+        if self.chosen is None or chosen is None:
+            return self
+        before, plain = (EXCHANGES[name].bytes_sent(of)[0] for name, of in ((chosen, call), (self.chosen, self.call)))
+        sent = self.bytes_before + before - plain
+        return replace(self, call=call, chosen=chosen, trail=_trail(call), bytes_before=sent, routes_all=True)
 
     @property
     def expert_devices(self) -> int:
@@ -139,6 +170,7 @@ class Division:
             "wire": None if self.call is None else self._wire_name,
             "bytes_before_experts": self.bytes_before,
             "bytes_after_experts": self.bytes_after,
+            "routes_all": self.routes_all,
         }
 
     def lines(self) -> list[Any]:
@@ -154,6 +186,10 @@ class Division:
             lines.append(
                 Text(f"weights are gathered over {' and '.join(self.gathered)} at each call, {bytes}", "yellow")
             )
+        if self.routes_all:
+            sent = "" if self.call is None else ", whose logits are exchanged,"
+            does = f"routes {local.num_tokens} tokens{sent} and groups its experts' rows"
+            lines.append(Text(f"each device {does} by one kernel, jmx_route"))
         if self.call is None:
             summed = f", and results are added over {' and '.join(self.split.summed)}" if self.split.summed else ""
             lines.append(Text(f"no exchange: devices with other experts have the same tokens{summed}"))
@@ -187,6 +223,10 @@ def _part(field: str, size: int | None, devices: int, what: str, split: Split) -
         given = getattr(split, field)
         raise ValueError(f"`{field}` (={given!r}) must divide the {size} {what} evenly, over {devices} devices")
     return size // devices
+
+
+def _trail(call: Call) -> tuple[tuple[str, str, str | None], ...]:
+    return tuple((name, its.summary, its.supports(call)) for name, its in EXCHANGES.items())
 
 
 def _chosen(call: Call, split: Split) -> str | None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jmx.parallel.wire import Wire
-from jmx.routing import Routing
+from jmx.routing import Logits, Routing
 from jmx.util.typing import Array, Float, Int32
 
 Names = tuple[str, ...]
 
-# Results of tokens (T, H) and their routing (T, k), which a device computes with its own experts, whose arrays are the
-# first argument: those of other devices contribute nothing. Ids are those of all experts.
-Local = Callable[[Any, Float[Array, "T H"], Routing], Float[Array, "T H"]]
+# Results of tokens (T, H) and their routing (T, k), or logits (T, E), which a device computes with its own experts,
+# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts.
+Local = Callable[[Any, Float[Array, "T H"], Routing | Logits], Float[Array, "T H"]]
 
 
 class Here(NamedTuple):
@@ -47,6 +47,7 @@ class Call:
         chunks: into how many parts a device's tokens are split, of which one is exchanged while another is multiplied.
         input_format: what the experts' first product rounds tokens to; None: nothing, or not the tokens themselves.
         platform: of the devices, if they are not here, and are taken for those of one process; None: they are here.
+        logit_bytes: bytes of a token's logits, where these are sent instead of its ids and weights; else 0.
     """
 
     axes: Names
@@ -62,6 +63,12 @@ class Call:
     chunks: int = 1
     input_format: str | None = None
     platform: str | None = None
+    logit_bytes: int = 0
+
+    @property
+    def routing_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token's routing, by array: its logits, or its ids and weights, of 4 bytes each."""
+        return (self.logit_bytes,) if self.logit_bytes else (4 * self.top_k,) * 2
 
     @property
     def wire(self) -> Wire | None:
@@ -70,9 +77,9 @@ class Call:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token: x or its codes, and its ids and weights, of 4 bytes each."""
+        """Bytes of a token: x or its codes, and its routing."""
         wire = self.wire
-        return (self.hidden_size * self.itemsize if wire is None else wire.token_bytes) + 8 * self.top_k
+        return (self.hidden_size * self.itemsize if wire is None else wire.token_bytes) + sum(self.routing_bytes)
 
     @property
     def result_bytes(self) -> int:
@@ -94,13 +101,14 @@ class Exchange(Protocol):
         """Bytes that a device sends to others, on average with even routing: before the experts, and after them."""
         ...
 
-    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """The results of this device's tokens, inside `jax.shard_map`.
 
         Args:
             call: what is static.
             x: this device's tokens.
-            routing: (T, k) theirs; ids outside 0..E-1 contribute nothing.
+            routing: a `Routing` (T, k), theirs, ids outside 0..E-1 contributing nothing; or `Logits` (T, E), if the
+                call has `logit_bytes`.
             here: what this device computes.
         """
         ...

@@ -10,7 +10,8 @@ from jmx.parallel.chunks import fault, in_chunks
 from jmx.parallel.exchange import Call, Here, Names
 from jmx.parallel.packed_rows import together
 from jmx.parallel.wire import Coded, Collective
-from jmx.routing import Routing
+from jmx.routing import Logits, Routing
+from jmx.routing.leading import arrays_of, with_arrays
 from jmx.util.typing import Array, Float, Shaped
 
 
@@ -34,10 +35,10 @@ class Gather:
         others = call.num_ranks - 1
         return others * call.num_tokens * call.token_bytes, others * call.num_tokens * call.result_bytes
 
-    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
 
-        def send(x: Float[Array, "t H"], routing: Routing) -> tuple[Float[Array, "nt H"], Routing]:
+        def send(x: Float[Array, "t H"], routing: Any) -> tuple[Float[Array, "nt H"], Any]:
             return gathered(Coded(call.wire, _by_xla), call.axes, x, routing)
 
         def give_back(results: Float[Array, "nt H"]) -> Float[Array, "t H"]:
@@ -46,29 +47,37 @@ class Gather:
         return in_chunks(call.chunks, send, partial(here.local, here.arrays), give_back, x, routing)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gathered(
-    collective: Collective, axes: Names, x: Float[Array, "T H"], routing: Routing
-) -> tuple[Float[Array, "nT H"], Routing]:
+    collective: Collective, axes: Names, x: Float[Array, "T H"], routing: Routing | Logits
+) -> tuple[Float[Array, "nT H"], Routing | Logits]:
     """Tokens and routing of all devices along `axes`, in the order of the devices; gradients are summed over them.
 
     Gradients pass the wire format straight through, as they pass the rounding of the experts' inputs.
     """
-    x, ids, weights = collective((x, routing.expert_ids, routing.weights), axes)
-    return x, Routing(ids, weights)
+    arrays = arrays_of(routing)
+    x, *others = _gathered(collective, axes, x, *arrays.values())
+    return x, with_arrays(routing, dict(zip(arrays, others, strict=True)))
 
 
-def _gathered_fwd(collective: Collective, axes: Names, x: Any, routing: Routing) -> tuple[Any, None]:
-    return gathered(collective, axes, x, routing), None
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(collective: Collective, axes: Names, *arrays: Shaped[Array, "T _"]) -> list[Shaped[Array, "nT _"]]:
+    return collective(arrays, axes)
 
 
-def _gathered_bwd(collective: Collective, axes: Names, _: None, cotangents: Any) -> tuple[Any, Routing]:
-    dx, drouting = cotangents
-    scatter = partial(lax.psum_scatter, axis_name=axes, scatter_dimension=0, tiled=True)
-    return scatter(dx), Routing(None, scatter(drouting.weights))  # None: ids have no gradient
+def _gathered_fwd(collective: Collective, axes: Names, *arrays: Any) -> tuple[Any, None]:
+    return _gathered(collective, axes, *arrays), None
 
 
-gathered.defvjp(_gathered_fwd, _gathered_bwd)
+def _gathered_bwd(collective: Collective, axes: Names, _: None, cotangents: Any) -> tuple[Any, ...]:
+    def scatter(cotangent: Any) -> Any:
+        if cotangent.dtype == jax.dtypes.float0:  # ids have no gradient
+            return None
+        return lax.psum_scatter(cotangent, axes, scatter_dimension=0, tiled=True)
+
+    return tuple(map(scatter, cotangents))
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def _by_xla(arrays: tuple[Shaped[Array, "T _"], ...], axes: Names) -> list[Shaped[Array, "nT _"]]:

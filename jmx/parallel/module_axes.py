@@ -15,11 +15,18 @@ TOKEN = "token"  # the logical axis of x, routing and mask; all others are those
 
 
 def check_module_axes(axes: Axes) -> None:
-    """Raises ValueError or TypeError unless `axes` are mesh axes by logical axes of weights, or by "token"."""
+    """Raises ValueError or TypeError unless `axes` are mesh axes by logical axes of weights, or by "token".
+
+    If there is a mesh in scope, it has these axes.
+    """
     check_axes(axes, TOKEN)
+    mesh = jax.sharding.get_abstract_mesh()
     for logical, given in axes.items():
         if len({*_names(given)}) < len(_names(given)):
             raise ValueError(f"`axes[{logical!r}]` (={given!r}) must not name a mesh axis twice")
+        if not mesh.empty and (missing := [name for name in _names(given) if name not in mesh.axis_names]):
+            known = f"{mesh.axis_names}, not {missing[0]!r}"
+            raise ValueError(f"`axes[{logical!r}]` (={given!r}) must name axes of the mesh, {known}")
     of_weights = [name for logical in ("expert", "intermediate", "hidden") for name in _names(axes.get(logical))]
     if twice := [name for name in of_weights if of_weights.count(name) > 1]:
         raise ValueError(f"`axes` (={dict(axes)}) must not divide two axes of the weights over {twice[0]!r}")

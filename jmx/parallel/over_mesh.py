@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jmx import meshes
 from jmx.experts import Experts, ShardedExperts
 from jmx.lora import Adapters
-from jmx.parallel.exchange import Call, Here, Local
+from jmx.parallel.exchange import Call, Here
 from jmx.parallel.exchanges import choose
 from jmx.parallel.experts_form import AnyExperts, form_names
 from jmx.parallel.hidden_axis import gather_hidden
@@ -22,11 +22,13 @@ from jmx.parallel.peer import all_sum
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import AnyMesh, Split, exchange_call
 from jmx.qat import MasterExperts
-from jmx.routing import Routing
+from jmx.routing import Logits, Routing
+from jmx.routing.leading import slots_of
 from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
 
-# The layer on one device: x (T, H), routing (T, k), experts, adapters= -> (T, H).
+# The layer on one device: x (T, H), routing (T, k) or logits (T, E) of all experts, experts, the first one of these for
+# logits, adapters -> (T, H).
 OneDevice = Callable[..., Float[Array, "T H"]]
 
 # Experts, and their adapters, if they have some.
@@ -105,9 +107,12 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
     """The mesh of a call, and how its axes divide the tokens.
 
     Raises:
-        ValueError: no mesh, sizes that it does not divide, or Explicit axes that split tokens otherwise.
+        ValueError: no mesh, or not the one in scope, sizes that it does not divide, or Explicit axes that split tokens
+            otherwise.
     """
-    mesh = split.mesh_of([*by_token.values(), *jax.tree.leaves(experts)])
+    mesh, scope = split.mesh_of([*by_token.values(), *jax.tree.leaves(experts)]), jax.sharding.get_abstract_mesh()
+    if not scope.empty and [*mesh.shape.items()] != [*scope.shape.items()]:
+        raise ValueError(f"`split.mesh` (={dict(mesh.shape)}) must be the mesh in scope, {dict(scope.shape)}, or None")
     check_experts(split, mesh, experts)
     leading = (split.names("tokens"), *((),) * (num_leading - 1))[:num_leading]
     typed = meshes.leading_split(num_leading, by_token, {})
@@ -188,13 +193,14 @@ class OwnExperts(NamedTuple):
 
     Args:
         num_experts: how many they are.
-        compute: what they compute of `arrays`, tokens and their routing; ids count from this device's first expert.
+        compute: what they compute of `arrays`, tokens, their routing, whose ids count from this device's first expert,
+            and None; or, instead of the last two, of logits of all experts, and this device's first one.
         arrays: a pytree, of which gradients may be asked for.
         input_format: what `compute` rounds tokens to before anything else; None: nothing.
     """
 
     num_experts: int
-    compute: Local
+    compute: Callable[..., Float[Array, "T H"]]
     arrays: Any
     input_format: str | None = None
 
@@ -202,7 +208,7 @@ class OwnExperts(NamedTuple):
 def on_this_device(
     split: Split,
     x: Float[Array, "T H"],
-    routing: Routing,
+    routing: Routing | Logits,
     weights: Weights,
     moe: OneDevice,
     input_format: str | None = None,
@@ -210,21 +216,23 @@ def on_this_device(
     """The results of this device's tokens, inside `jax.shard_map` over the axes of `split`.
 
     Args:
-        x, routing: this device's tokens, and their experts among those of all devices.
+        x, routing: this device's tokens, and their experts among those of all devices; or logits, if the split has
+            `sends_logits`, the device has its experts as they are, and each one routes the tokens of all.
         weights: this device's experts and adapters.
         moe: the layer on one device.
         input_format: what it rounds x to before anything else; None: nothing.
     """
     experts, adapters = weights
     if isinstance(experts, PlacedExperts):  # each device chooses other copies for its tokens
+        assert isinstance(routing, Routing)
         first_token = x.shape[0] * _index(split.names("tokens"))
         ids = experts.placement.slot_ids(routing.expert_ids, first_token)
         routing, experts = routing._replace(expert_ids=ids), experts.experts
     parts = _parts(split, experts)
 
-    def local(arrays: Any, x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
+    def local(arrays: Any, x: Float[Array, "T H"], routing: Routing | Logits, first: Any) -> Float[Array, "T H"]:
         parts, adapters = arrays
-        results = [moe(x, routing, part, adapters=adapters) for part in parts]
+        results = [moe(x, routing, part, first, adapters) for part in parts]
         if len(results) == 1:
             return results[0]
         return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
@@ -243,12 +251,14 @@ def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
     return gather_hidden(experts, axes, varying)
 
 
-def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnExperts) -> Float[Array, "T H"]:
+def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing | Logits, own: OwnExperts) -> Float[Array, "T H"]:
     """The results of this device's tokens, as `on_this_device`, for experts of any kind."""
 
-    def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
+    def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing | Logits) -> Float[Array, "T H"]:
         first, of_experts = arrays
-        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first))
+        if isinstance(routing, Logits):
+            return own.compute(of_experts, x, routing, first)
+        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first), None)
 
     mine = jnp.asarray(own.num_experts * _index(split.names("expert")), jnp.int32), own.arrays
     ranks = prod(lax.axis_size(name) for name in split.exchanged)
@@ -261,16 +271,18 @@ def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnEx
     return all_sum(y, split.summed) if split.summed else y
 
 
-def _call(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnExperts) -> Call:
+def _call(split: Split, x: Float[Array, "T H"], routing: Routing | Logits, own: OwnExperts) -> Call:
+    logits = routing.values if isinstance(routing, Logits) else None
     return exchange_call(
         split,
         {name: lax.axis_size(name) for name in split.all_names},
         num_tokens=x.shape[0],
-        top_k=routing.expert_ids.shape[1],
+        top_k=slots_of(routing),
         hidden_size=x.shape[1],
         itemsize=x.dtype.itemsize,
         experts_per_rank=own.num_experts,
         input_format=own.input_format,
+        logit_bytes=0 if logits is None else logits.shape[1] * logits.dtype.itemsize,
     )
 
 

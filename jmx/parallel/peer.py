@@ -12,21 +12,20 @@ from jmx.ffi.peer.library import library
 from jmx.parallel.exchange import Call, Here, Names
 from jmx.parallel.gather import Gather, gathered
 from jmx.parallel.wire import Coded
-from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Float, Shaped
 
-# Above, XLA's collectives are as fast, and need no memory of their own. Of a device's tokens, or of a sum.
+# Of a device's tokens, where GPUs do not access each other's arrays: memory of their own is kept for so many.
 MOST_BYTES = 8 << 20
-MOST_SUM_BYTES = 1 << 20
+MOST_SUM_BYTES = 1 << 20  # of a sum over more than two devices: each device reads those of all others
 MOST_RANKS = 8  # as jmx/ffi/peer/src/region.h has it
 
 
 class Peer:
     """One kernel before the experts and one after them, each of which starts when its GPU comes to it.
 
-    Rows lie in memory that the process keeps: twice those of all ranks, for each number of tokens. XLA's collectives
-    run instead where a program does not know its devices, as in `jax.export`.
+    Few rows lie in memory that the process keeps: twice those of all ranks, for each number of tokens. Many go from
+    array to array. XLA's collectives run instead where a program does not know its devices, as in `jax.export`.
     """
 
     name = "peer"
@@ -34,21 +33,21 @@ class Peer:
     lines = False
 
     def supports(self, call: Call) -> str | None:
-        """None: the GPUs are of one process, and access each other's memory; and tokens are at most `MOST_BYTES`."""
+        """None: the GPUs are of one process, and access each other's memory, and arrays of more than `MOST_BYTES`."""
         if reason := Gather().supports(call) or fault(call.num_ranks, call.platform):
             return reason
         if call.chunks > 1:
             return "it sends all tokens at once: use `gather`, or leave `chunks` out"
         num_bytes = call.num_tokens * call.token_bytes
-        if num_bytes > MOST_BYTES:
-            return f"{num_bytes} bytes of a device's tokens are more than {MOST_BYTES}, from which `gather` is as fast"
+        if num_bytes > MOST_BYTES and (reason := collectives.arrays_fault()):
+            return f"{num_bytes} bytes of a device's tokens are more than {MOST_BYTES}, and {reason}"
         return None
 
     def bytes_sent(self, call: Call) -> tuple[int, int]:
         """As `gather`."""
         return Gather().bytes_sent(call)
 
-    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
         collective = _with_lines if self.lines else collectives.all_gather
         rows, everyones = gathered(Coded(call.wire, collective), call.axes, x, routing)
@@ -69,11 +68,13 @@ class PeerLines(Peer):
         """None: as `peer`, and tokens and results of a device can be lines."""
         if reason := super().supports(call):
             return reason
-        tokens, routing = (call.num_tokens * size for size in (call.hidden_size * call.itemsize, 4 * call.top_k))
-        if collectives.can_be_lines([tokens, routing, routing]):
+        sizes = [call.num_tokens * size for size in (call.hidden_size * call.itemsize, *call.routing_bytes)]
+        if collectives.can_be_lines(sizes):
             return None
+        tokens, *routing = sizes
+        twice = "twice " if len(routing) > 1 else ""
         return (
-            f"{tokens} bytes of a device's tokens and twice {routing} of their routing must be multiples of "
+            f"{tokens} bytes of a device's tokens and {twice}{routing[0]} of their routing must be multiples of "
             f"{collectives.LINE_BYTES}, and at most {collectives.MOST_LINE_BYTES} together: use `peer`"
         )
 
@@ -99,9 +100,10 @@ def fault(num_ranks: int, platform: str | None = None) -> str | None:
 
 
 def all_sum(array: Float[Array, "*shape"], axes: Names) -> Float[Array, "*shape"]:
-    """The sum over devices along mesh axes, inside `jax.shard_map`: by the kernels of `peer` if it is small."""
-    num_ranks = collectives.num_ranks(axes)
-    if num_ranks == 1 or array.size * array.dtype.itemsize > MOST_SUM_BYTES or fault(num_ranks):
+    """The sum over devices along mesh axes, inside `jax.shard_map`: by the kernels of `peer`, if few or small."""
+    num_ranks, num_bytes = collectives.num_ranks(axes), array.size * array.dtype.itemsize
+    most = MOST_SUM_BYTES if num_ranks > 2 or collectives.arrays_fault() else num_bytes
+    if num_ranks == 1 or num_bytes > most or fault(num_ranks):
         return lax.psum(array, axes)
     return _summed(axes, array)
 
@@ -125,7 +127,7 @@ _scattered.defvjp(_scattered_fwd, _scattered_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(axes: Names, array: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return collectives.all_reduce(array, axes)
+    return collectives.all_reduce(array, axes, True)  # as lines, where they can be
 
 
 def _summed_fwd(axes: Names, array: Any) -> tuple[Any, None]:

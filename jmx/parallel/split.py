@@ -122,6 +122,11 @@ class Split:
             )
         return bool(inside)
 
+    @property
+    def sends_logits(self) -> bool:
+        """Whether devices may exchange router logits instead of ids and weights: all get all tokens, at once."""
+        return self.chunks == 1 and self.capacity is None and self.exchange != "rows"
+
     def mesh_of(self, arrays: Sequence[Any]) -> AnyMesh:
         """The mesh of a call that is not inside `jax.shard_map`.
 

@@ -113,7 +113,8 @@ def _divisions(
 def division(shape: Shape, count: int, mesh: Mesh, split: Split) -> Division:
     """How the split divides a call with `count` tokens a device."""
     devices = prod(mesh.shape[name] for name in split.names("tokens"))
-    return Division.of(shape.problem(count * devices, "packed"), split, mesh.shape)
+    its = Division.of(shape.problem(count * devices, "packed"), split, mesh.shape)
+    return its.of_logits(shape.method, Environment.of_device(mesh.devices.flat[0]))
 
 
 def _rows(

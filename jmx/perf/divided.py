@@ -30,6 +30,7 @@ from jmx.parallel import Split, over_mesh
 from jmx.perf.shapes import Shape, draw_logits
 from jmx.routing import Logits, Routing, route
 from jmx.selection.environment import Environment
+from jmx.selection.problem import Some
 from jmx.util.typing import Array, Float
 
 _COMPILERS = ThreadPoolExecutor()
@@ -133,7 +134,7 @@ def run_layers(
     shape: Shape,
     split: Split | None,
     x: Float[Array, "T H"],
-    logits: Float[Array, "L T E"],
+    logits: Sequence[Float[Array, "T E"]],
     weights: Sequence[AnyWeights],
 ) -> Float[Array, "T H"]:
     """The layers one after the other, as residual blocks."""
@@ -149,27 +150,28 @@ def run_experts(
     split: Split,
     mesh: Mesh,
     x: Float[Array, "T H"],
-    logits: Float[Array, "L T E"],
+    logits: Sequence[Float[Array, "T E"]],
     weights: Sequence[AnyWeights],
 ) -> Float[Array, "devices t H"]:
     """Each device's experts with the tokens that are exchanged with it, whose results stay where they are."""
 
-    def here(x: Float[Array, "t H"], logits: Float[Array, "L t E"], weights: Sequence[AnyWeights]) -> Any:
+    def here(x: Float[Array, "t H"], logits: Sequence[Float[Array, "t E"]], weights: Sequence[AnyWeights]) -> Any:
         x, _ = meshes.varying_alike(x, weights)  # as after a layer: kernels of another type would be compiled for it
         for its, experts in zip(logits, weights, strict=True):
-            ids, routed = route(Logits(its, shape.method))
             parts, expert = _parts(experts), split.names("expert")
-            first = parts[0].num_experts * lax.axis_index(expert) if expert else 0
-            mine = Routing(ids - first, routed)
-            num_routed = over_mesh.num_routed(split, experts)
+            first = parts[0].num_experts * lax.axis_index(expert) if expert else jnp.int32(0)
             call = partial(moe_of_some, activation=shape.activation, input_format=shape.input_format)
-            x = x + STEP * sum(call(x, mine, part, num_routed) for part in parts)
+            routing, some = Logits(its, shape.method), Some(over_mesh.num_routed(split, experts), first)
+            if len(parts) > 1:  # as in the divided layer, they are routed once
+                ids, weights = route(routing)
+                routing, some = Routing(ids - first, weights), some._replace(first=None)
+            x = x + STEP * sum(call(x, routing, part, some) for part in parts)
         return x[None]
 
     kept = tuple(name for name in split.names("tokens") if name not in split.exchanged) or None
     specs = [over_mesh.expert_specs(split, experts) for experts in weights]
     every = P(tuple(mesh.axis_names))
-    run = jax.shard_map(here, mesh=mesh, in_specs=(P(kept), P(None, kept), specs), out_specs=every)
+    run = jax.shard_map(here, mesh=mesh, in_specs=(P(kept), P(kept), specs), out_specs=every)
     return run(x, logits, weights)
 
 
@@ -234,24 +236,30 @@ class Case:
         }
 
     def arguments(self, weights: Weights, x: Any, logits: Any) -> dict[str, tuple[Any, Any, Any]]:
-        """The arguments of each call, of those with all tokens on the first device; or descriptions of them."""
+        """The arguments of each call, of those with all tokens on the first device; or descriptions of them.
+
+        Logits of each layer are an array of their own there: XLA slices an array in front of kernels of custom calls,
+        which no CUDA graph has then.
+        """
         split, mesh = self.layers.split, self.layers.mesh
         tokens = split.names("tokens")
         kept = tuple(name for name in tokens if name not in split.exchanged)
 
+        of_layers = [_of_some(logits, layer) for layer in range(logits.shape[0])]
+
         def place(names: tuple[str, ...]) -> tuple[Any, Any]:
-            shardings = NamedSharding(mesh, P(names or None)), NamedSharding(mesh, P(None, names or None))
+            sharding = NamedSharding(mesh, P(names or None))
             if isinstance(x, jax.Array):
-                return jax.device_put((x, logits), shardings)
-            x_type, logits_type = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, logits))
-            return x_type.update(sharding=shardings[0]), logits_type.update(sharding=shardings[1])
+                return jax.device_put((x, of_layers), sharding)
+            described = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in (x, *of_layers)]
+            return described[0], described[1:]
 
         divided = (*place(tokens), weights.divided)
         first = slice(self.num_tokens)
         return dict.fromkeys(self.splits, divided) | {
             "experts": (*place(kept), weights.gathered),
-            "one": (_of_some(x, first), _of_some(logits, slice(None), first), weights.whole),
-            "all_on_one": (x, logits, weights.whole),
+            "one": (_of_some(x, first), [_of_some(its, first) for its in of_layers], weights.whole),
+            "all_on_one": (x, of_layers, weights.whole),
         }
 
     def described_tokens(self) -> tuple[Any, Any]:
@@ -296,7 +304,7 @@ def temporary_bytes(compiled: Any) -> int | None:
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
-def _of_some(array: Any, *index: slice) -> Any:
+def _of_some(array: Any, index: slice | int) -> Any:
     """Part of an array, or a description of it."""
     if isinstance(array, jax.Array):
         return array[index]

@@ -27,14 +27,26 @@ def flat_routing(
         ValueError, TypeError: those of `jmx.route` and `routing.validate`.
     """
     mask = None if mask is None else mask.reshape(-1)
-    num_tokens = prod(leading)
-    arrays = arrays_of(routing)
-    flat = with_arrays(routing, {name: a.reshape(num_tokens, a.shape[-1]) for name, a in arrays.items()})
+    flat = _flat(routing, leading)
     if isinstance(flat, Logits):
         return route(flat, mask)
-    validate(flat, num_tokens)
+    validate(flat, prod(leading))
     ids = as_int32(flat.expert_ids)
     return flat._replace(expert_ids=ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE))
+
+
+def flat_logits(logits: Logits, leading: tuple[Any, ...], mask: Bool[AnyArray, "*tokens"] | None = None) -> Logits:
+    """Logits (T, E) of logits with `leading` axes; those of masked tokens are -inf, by which they route nowhere."""
+    flat = _flat(logits, leading)
+    assert isinstance(flat, Logits)
+    if mask is None:
+        return flat
+    return dataclasses.replace(flat, values=jnp.where(mask.reshape(-1, 1), flat.values, -jnp.inf))
+
+
+def _flat(routing: Routing | Logits, leading: tuple[Any, ...]) -> Routing | Logits:
+    arrays = arrays_of(routing)
+    return with_arrays(routing, {name: a.reshape(prod(leading), a.shape[-1]) for name, a in arrays.items()})
 
 
 def check_routing(routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[Any, "..."] | None) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jmx import activations
 from jmx.activations import Activation
 from jmx.experts import ORDERS, Experts
+from jmx.experts.arrays import check_arrays
 from jmx.numerics import layouts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, resolve
+from jmx.routing import Logits, Routing
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -171,6 +173,43 @@ class Problem:
 def with_tokens(problem: Problem, num_tokens: Any) -> Problem:
     """The same problem for another number of tokens: `x.shape[0]` of (T, H), which may be symbolic."""
     return dataclasses.replace(problem, num_tokens=num_tokens if isinstance(num_tokens, int) else None)
+
+
+class Some(NamedTuple):
+    """Which of the experts among which tokens are routed a call has.
+
+    Args:
+        num_routed: how many there are in all.
+        first: the first one of the call, int32, for logits, which are of all; None: ids count from it already.
+    """
+
+    num_routed: int
+    first: Any = None
+
+
+def check_arguments(
+    x: Float[Any, "*tokens H"],
+    routing: Any,
+    experts: Any,
+    activation: Any,
+    weights_on: str,
+    num_experts: int | None = None,
+) -> None:
+    """Raises ValueError or TypeError, naming the argument, for arguments that `moe` rejects; these may be abstract.
+
+    `num_experts`: those of all devices; None: `experts`.
+    """
+    check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
+    check_instance("experts", experts, Experts, "jmx.Experts")
+    check_arrays(experts)
+    check_x(x, experts.hidden_size)
+    if isinstance(routing, Logits):
+        values = check_array("values", routing.values)
+        number = experts.num_experts if num_experts is None else num_experts
+        if values.shape[-1:] != (number,):
+            raise ValueError(f"`values` (shape {values.shape}) must be (..., {number}), one an expert")
+    experts.check_activation(activation)
+    check_one_of("weights_on", weights_on, WEIGHTS_ON)
 
 
 def check_x(x: Float[Any, "*tokens H"], hidden_size: int) -> None:

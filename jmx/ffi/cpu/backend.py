@@ -93,9 +93,11 @@ class Cpu:
         rounded = problem.input_format is not None
 
         def rows_and_blocks(work: Work) -> "tuple[_Rows, Blocks]":
-            if work.token_of_row is None:  # one token; ids out of range get blocks without rows, which read no weights
-                counts = (work.row_of[0] >= 0).astype(jnp.int32)
-                return _rows(x.astype(between), rounded), work.blocks._replace(counts=counts).as_arrays()
+            if work.token_of_row is None:  # one token
+                blocks = work.blocks
+                if isinstance(blocks.num_blocks, int):  # of slots: those out of range have no rows, and read no weights
+                    blocks = blocks._replace(counts=(work.row_of[0] >= 0).astype(jnp.int32))
+                return _rows(x.astype(between), rounded), blocks.as_arrays()
             if problem.on_input:
                 rows = grouped.gather(problem, x, routing, work, grouped.take)
                 rows = _rows(rows.astype(between), rounded)

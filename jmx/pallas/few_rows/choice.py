@@ -11,6 +11,7 @@ CAPABILITY = (9, 0)  # of the GPUs on which they were measured
 MOST_TOKENS = 8
 MOST_COLUMNS = 4096  # of a weight: a token of so many is in registers, beside two tiles
 MOST_BYTES = 1 << 28  # of a weight: with more, what a kernel saves around its product is nothing beside it
+MOST_TILES = 8  # of a CTA that has one token: its program is written out for all of them
 ALIGNMENT = 16  # elements of a row of the weight
 ROWS_ALONE = 1024  # a weight with fewer rows has a CTA for each, or its tiles are too few for a GPU
 
@@ -24,7 +25,7 @@ class Tile:
         columns: of a step along K, a power of two.
         num_warps: of a CTA.
         num_stages: of Triton's pipeline, for tensor cores.
-        most_ctas: for one token; each takes several tiles where there are more.
+        most_ctas: for one token; each takes several tiles where there are more, up to `MOST_TILES`.
     """
 
     rows: int
@@ -37,7 +38,7 @@ class Tile:
         """As many as have the same number of tiles, but for the last."""
         if num_tokens > 1:
             return num_tiles
-        each = -(-num_tiles // self.most_ctas)
+        each = min(-(-num_tiles // self.most_ctas), MOST_TILES)
         return -(-num_tiles // each)
 
 

@@ -138,7 +138,8 @@ class Heads:
                 plgpu.store(target, values.astype(query.dtype), mask=inside & (kind >= group))
 
         factors = Factors(given.x, given.scale, given.weights)
-        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, load, finish))
+        work = Work(self._num_tiles(given), rows, load, finish)
+        compute_tiles(factors, self.tile, self.epsilon, work, interpret=self.interpret)
 
 
 def heads(call: Heads, given: Operands) -> tuple[Float[Array, "T heads D"], Float[Array, "2 rows kv_heads C D"]]:

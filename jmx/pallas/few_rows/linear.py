@@ -110,7 +110,8 @@ class Linear:
                 self._store_normed(given, results[1], nth, tokens, rate)
 
         factors = Factors(given.x, given.scale, given.weights)
-        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, load, finish))
+        work = Work(self._num_tiles(given), rows, load, finish)
+        compute_tiles(factors, self.tile, self.epsilon, work, interpret=self.interpret)
 
     def _store_normed(self, given: Operands, result: Any, nth: Array, tokens: Array, rate: Any) -> None:
         """The n-th tile's columns of norm(x)."""

@@ -1,15 +1,15 @@
 """Products of tiles of a weight's rows with all tokens, which the kernels of this package consist of.
 
-One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which the next one is on its
-way while the present one is multiplied. So memory is never idle, and no tensor core is needed. Several tokens are
-columns of a tensor core's product, whose steps along K Triton's pipeline loads ahead; or, where a weight has so few
-rows that each can have a CTA, they are multiplied out of registers, too.
+One token: a CTA keeps it in registers, normed, and takes several tiles of the weight, the first of which is on its way
+before the token is. No tensor core is needed. Several tokens are columns of a tensor core's product, whose steps along
+K Triton's pipeline loads ahead; or, where a weight has so few rows that each can have a CTA, they are multiplied out of
+registers, too.
 
 A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -54,46 +54,72 @@ def padded_tokens(num_tokens: int) -> int:
     return 1 if num_tokens == 1 else -(-num_tokens // 8) * 8
 
 
-def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work) -> None:
-    """Computes the tiles of this CTA."""
+def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work, *, interpret: bool) -> None:
+    """Computes the tiles of this CTA. `interpret`: whether Pallas interprets the kernel."""
     size = factors.x.shape[1]
 
     def rate(squares: Float32[Array, "1 t"]) -> Rate:
         return None if factors.scale is None else lax.rsqrt(squares / size + epsilon)
 
     if factors.x.shape[0] == 1:
-        return _one_token(factors, tile, rate, work)
+        return _one_token(factors, tile, rate, work, interpret)
     nth = pl.program_id(0)
     loaded = work.load(nth)
-    products = _by_tensor_cores if tile.rows > 1 else _of_one_row
-    sums, squares = products(factors, tile, work.rows(nth))
+    if tile.rows > 1:
+        sums, squares = _by_tensor_cores(factors, tile, work.rows(nth))
+    else:
+        sums, squares = _of_one_row(factors, tile, work.rows(nth), interpret)
     rates = rate(squares)
     return work.finish(nth, loaded, sums if rates is None else sums * rates, rates)
 
 
-def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work) -> None:
+def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work, interpret: bool) -> None:
+    """The tiles are written out: in a loop the registers of the next one would be those of the present one."""
     nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
-    weights = _weights(factors, tile, work.rows(nth), True)
-    xs, squares = _tokens(factors, tile)
+    each = -(-work.num_tiles // stride)
+
+    def load(step: int) -> tuple[Bool[Array, ""] | bool, Int32[Array, ""], list[Array], Any]:
+        here = nth + step * stride
+        there = True if (step + 1) * stride <= work.num_tiles else here < work.num_tiles
+        number = jnp.where(there, here, nth)
+        return there, number, _weights(factors, tile, work.rows(number), there), work.load(number)
+
+    present = load(0)
+    xs, squares = _tokens(factors, tile, interpret)
     rates = rate(squares)
 
-    def multiply(step: Int32[Array, ""], weights: list[Array]) -> list[Array]:
-        here = nth + step * stride
-        loaded = work.load(here)
-        ahead = here + stride
-        more = ahead < work.num_tiles
-        following = _weights(factors, tile, work.rows(jnp.where(more, ahead, here)), more)
+    def multiply(number: Int32[Array, ""], weights: list[Array], loaded: Any) -> None:
         sums = _summed(weights, xs)
-        work.finish(here, loaded, sums if rates is None else sums * rates, rates)
-        return following
+        work.finish(number, loaded, sums if rates is None else sums * rates, rates)
 
-    lax.fori_loop(0, (work.num_tiles - nth + stride - 1) // stride, multiply, weights)
+    for step in range(each):
+        following = None
+        if step + 1 < each:
+            following = load(step + 1)
+            _keep_order(interpret)
+        there, number, weights, loaded = present
+        if there is True:
+            multiply(number, weights, loaded)
+        else:
+            pl.when(there)(partial(multiply, number, weights, loaded))
+        if following is not None:
+            present = following
 
 
-def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"]) -> tuple[Array, Array]:
+def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"], interpret: bool) -> tuple[Array, Array]:
     weights = _weights(factors, tile, row, True)
-    xs, squares = _tokens(factors, tile)
+    xs, squares = _tokens(factors, tile, interpret)
     return _summed(weights, xs).reshape(1, -1), squares.reshape(1, -1)
+
+
+def _keep_order(interpret: bool) -> None:
+    """Loads before this are on their way before any after it.
+
+    The threads of a CTA meet, which they need not, but ptxas moves no load over a barrier. Without one it moves a
+    tile's loads behind the token's sum of squares, to use fewer registers.
+    """
+    if not interpret:
+        plgpu.debug_barrier()
 
 
 def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:
@@ -117,18 +143,21 @@ def _weights(
     ]
 
 
-def _tokens(factors: Factors, tile: Tile) -> tuple[list[Float32[Array, "t c"]], Float32[Array, "t 1"]]:
-    """The tokens, times the norm's scale, and the sums of their squares."""
+def _tokens(factors: Factors, tile: Tile, interpret: bool) -> tuple[list[Float32[Array, "t c"]], Float32[Array, "t 1"]]:
+    """The tokens, times the norm's scale, and the sums of their squares. They are loaded after all that was before."""
     count, size = factors.x.shape
     token = jnp.arange(padded_tokens(count), dtype=jnp.int32)[:, None]
-    steps = _columns(factors, tile)
+    steps, scales = _columns(factors, tile), None
+    if factors.scale is not None:
+        scales = [plgpu.load(factors.scale.at[its], mask=its < size, other=0) for its in steps]
+    _keep_order(interpret)
     xs = [
         plgpu.load(factors.x.at[token, its], mask=(its < size) & (token < count), other=0).astype(jnp.float32)
         for its in steps
     ]
     squares = jnp.sum(reduce(jnp.add, (x * x for x in xs)), axis=1, keepdims=True)
-    if factors.scale is not None:
-        xs = [x * plgpu.load(factors.scale.at[its], mask=its < size, other=0) for x, its in zip(xs, steps, strict=True)]
+    if scales is not None:
+        xs = [x * scale for x, scale in zip(xs, scales, strict=True)]
     return xs, squares
 
 

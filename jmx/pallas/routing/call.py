@@ -16,16 +16,23 @@ from jmx.engines.routed import GroupedRouting, Groups
 from jmx.grouping import Blocks, Work
 from jmx.pallas import defined
 from jmx.pallas.routing.choice import MOST_SLOTS, Choice
-from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
+from jmx.pallas.routing.sizes import (
+    MOST_ELEMENTS,
+    MOST_ELEMENTS_OF_SOME,
+    MOST_EXPERTS_OF_CHUNKS,
+    MOST_OF_CHUNKS,
+    Results,
+    Sizes,
+    power_of_two,
+)
 from jmx.routing import GroupedTopK, Logits, Method, Routing, SigmoidTopK, SqrtSoftplusTopK
 from jmx.routing.logits import route_checked
 from jmx.routing.top_k import weigh
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Shaped
+from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Int32, Shaped
 
 LEAST_CAPABILITY = (8, 0)
-MOST_ELEMENTS = 1 << 13  # of tokens by experts, both rounded up to powers of two: with more, XLA's kernels take less
 LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
 
 # Methods whose weights are computed from the ids beside the products, in plain jnp.
@@ -39,6 +46,7 @@ class Call:
     Args:
         method: the routing method.
         problem: the layer's call, of which blocks depend on the number of experts and on where weights are multiplied.
+            If its experts are some of those among which tokens are routed, rows of others have no blocks.
         tiling: how rows are grouped; None: not at all.
         num_tokens: T.
         biased: whether the choice has a correction bias.
@@ -55,25 +63,33 @@ class Call:
     @property
     def sizes(self) -> Sizes:
         """The kernel's."""
-        choice = Choice.of(self.method, self.biased, self.problem.num_experts)
+        number = self.problem.num_choices
+        choice = Choice.of(self.method, self.biased, number)
         assert choice is not None
-        sizes = self.num_tokens, self.problem.num_experts, self.method.top_k, choice
+        sizes, own = (
+            (self.num_tokens, number, self.method.top_k, choice),
+            self.problem.num_experts if self.some else None,
+        )
         if self.tiling is None:
             return Sizes(*sizes, None, interpret=self.interpret)
         if self.tiling.sorts(self.problem, self.num_tokens):
-            cut = self.tiling.block_m, self.tiling.align, self.tiling.whole
-            return Sizes(*sizes, "many", *cut, interpret=self.interpret)
-        form = "single" if self.num_tokens == 1 else "few"
-        return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret)
+            return Sizes(*sizes, "many", *self.tiling.cut, interpret=self.interpret, own=own)
+        form = "single" if self.num_tokens == 1 and own is None else "few"
+        return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret, own=own)
 
-    # As `jmx.pallas.defined` has it: operands are logits, perhaps a mask, and a bias if the choice is biased; results
-    # the leaves of `Results`.
+    @property
+    def some(self) -> bool:
+        """Whether the experts are some of those among which tokens are routed."""
+        return self.problem.num_routed is not None
 
-    def operands(self, values: Any, *rest: Any) -> tuple[Any, Any, Any]:
-        """Logits, mask and bias, of which the last two may be None."""
-        bias = rest[-1] if self.biased else None
-        mask = rest[0] if len(rest) > self.biased else None
-        return values, mask, bias
+    # As `jmx.pallas.defined` has it: operands are logits, perhaps a mask, a bias if the choice is biased, and the first
+    # expert if they are some; results the leaves of `Results`.
+
+    def operands(self, values: Any, *rest: Any) -> tuple[Any, Any, Any, Any]:
+        """Logits, mask, bias, and the first expert, of which the last three may be None."""
+        *others, first = rest if self.some else (*rest, None)
+        *masks, bias = others if self.biased else (*others, None)
+        return values, masks[0] if masks else None, bias, first
 
     def shapes(self, *_: Any) -> list[jax.ShapeDtypeStruct]:
         return jax.tree.leaves(Results.shapes(self.sizes))
@@ -89,9 +105,12 @@ class Call:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
 
+        from jmx.pallas.routing import chunks
         from jmx.pallas.routing.kernel import kernel
 
         sizes = self.sizes
+        if sizes.chunk is not None:
+            return jax.tree.leaves(chunks.launch(given, self.operands, sizes))
 
         def body(*refs: Any) -> None:
             kernel(*self.operands(*refs[: len(given)]), *refs[len(given) :], sizes=sizes)
@@ -105,22 +124,33 @@ class Call:
         )(*given)
 
 
-def applies(method: Method, biased: bool, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+def applies(
+    method: Method,
+    biased: bool,
+    num_tokens: Any,
+    num_experts: int,
+    environment: Environment,
+    *,
+    of_some: bool = False,
+) -> bool:
     """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine.
 
-    `biased`: whether the choice has a correction bias.
+    `biased`: whether the choice has a correction bias. `of_some`: whether rows are grouped for some of the experts.
     """
     has = Choice.of(method, biased, num_experts) is not None
-    return has and takes(method.top_k, num_tokens, num_experts, environment)
+    return has and takes(method.top_k, num_tokens, num_experts, environment, of_some=of_some)
 
 
-def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment, *, of_some: bool = False) -> bool:
     """Whether it is used for so many slots, of a method that it has."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
-    return power_of_two(num_tokens) * power_of_two(num_experts) <= MOST_ELEMENTS
+    elements = power_of_two(num_tokens) * power_of_two(num_experts)
+    if of_some:
+        return elements <= MOST_ELEMENTS_OF_SOME
+    return elements <= (MOST_OF_CHUNKS if num_experts <= MOST_EXPERTS_OF_CHUNKS else MOST_ELEMENTS)
 
 
 def notes(problem: Problem, environment: Environment, routed: Method | Routing | None) -> tuple[str, ...]:
@@ -134,17 +164,24 @@ def notes(problem: Problem, environment: Environment, routed: Method | Routing |
         which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:
         which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
-    return (f"logits{which}: routed and grouped by one kernel, jmx_route",) if used else ()
+    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_experts)
+    kernels = "one kernel, jmx_route" if elements <= MOST_ELEMENTS else "two kernels, jmx_route and jmx_group"
+    return (f"logits{which}: routed and grouped by {kernels}",) if used else ()
 
 
-def route_and_group(logits: Logits, mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:
-    """The routing of checked logits (T, E), with its blocks if the call has a tiling."""
+def route_and_group(
+    logits: Logits, mask: Bool[AnyArray, " T"] | None, call: Call, first: Int32[Array, ""] | None = None
+) -> Routing:
+    """The routing of checked logits (T, E), with its blocks if the call has a tiling.
+
+    `first`: the first of the experts of the call, if these are some, from which ids of the routing count then.
+    """
     values, bias = logits.values, logits.correction_bias
     if values.dtype not in LOADED:
         values = values.astype(jnp.float32)
     bias = None if bias is None else jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
-    results = routed(values, mask, bias, call)
-    routing = Routing(results.expert_ids, results.weights)
+    results = routed(values, mask, bias, None if first is None else jnp.asarray(first, jnp.int32).reshape(1), call)
+    routing = Routing(results.expert_ids if first is None else results.expert_ids - first, results.weights)
     if call.tiling is None:
         return routing
     return GroupedRouting.of(routing, call.tiling.of(call.problem), _work(results, call))
@@ -160,14 +197,18 @@ def _work(results: Results, call: Call) -> Work:
     return Work(blocks._replace(counters=results.counters), results.row_of, results.token_of_row)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
 def routed(
-    values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, bias: Float32[AnyArray, " E"] | None, call: Call
+    values: Float[AnyArray, "T E"],
+    mask: Bool[AnyArray, " T"] | None,
+    bias: Float32[AnyArray, " E"] | None,
+    first: Int32[AnyArray, " 1"] | None,
+    call: Call,
 ) -> Results:
-    """The kernel's results, with the weights."""
-    results = meshes.unchecked(partial(_bind, call=call))(values, mask, bias)
+    """The kernel's results, with the weights; ids are those of all experts among which tokens are routed."""
+    given = values, mask, bias, first = meshes.varying_alike(values, mask, bias, first)
+    results = meshes.unchecked(partial(_bind, call=call))(*jax.lax.stop_gradient(given))
     if results.weights is not None:
-        return results
+        return results._replace(weights=_differentiable(values, mask, bias, results.weights, call.method))
     method = call.method
     assert isinstance(method, Weighed)
     logits = jnp.asarray(values, jnp.float32)
@@ -175,26 +216,42 @@ def routed(
     return results._replace(weights=weights * method.routed_scaling_factor)
 
 
-@routed.defjvp
-def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Results, Results]:
-    values, mask, bias = primals
-    _, of_results = jax.jvp(lambda values: definition(values, mask, bias, call), (values,), tangents[:1])
-    return routed(values, mask, bias, call), of_results
+@partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _differentiable(values: Any, mask: Any, bias: Any, weights: Float32[Array, "T k"], method: Method) -> Any:
+    """The weights, with the derivatives of their definition by the logits."""
+    del values, mask, bias, method
+    return weights
+
+
+@_differentiable.defjvp
+def _derivative(method: Method, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    values, mask, bias, _ = primals
+    by_token = {} if mask is None else {"mask": mask}
+
+    def defined(values: Any) -> Any:
+        return route_checked(by_token | {"values": values}, bias, method).weights
+
+    return _differentiable(*primals, method), jax.jvp(defined, (values,), tangents[:1])[1]
 
 
 def _bind(
     values: Float[AnyArray, "T E"],
     mask: Bool[AnyArray, " T"] | None,
     bias: Float32[AnyArray, " E"] | None,
+    first: Int32[AnyArray, " 1"] | None,
     *,
     call: Call,
 ) -> Results:
-    given = jax.tree.leaves((values, mask, bias))
+    given = jax.tree.leaves((values, mask, bias, first))
     return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), _route_and_group(*given, call=call))
 
 
 def definition(
-    values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, bias: Float32[AnyArray, " E"] | None, call: Call
+    values: Float[AnyArray, "T E"],
+    mask: Bool[AnyArray, " T"] | None,
+    bias: Float32[AnyArray, " E"] | None,
+    first: Int32[AnyArray, " 1"] | None,
+    call: Call,
 ) -> Results:
     """The results in plain jnp; rows of blocks after the last real one differ from the kernel's."""
     by_token = {"values": values} if mask is None else {"values": values, "mask": mask}
@@ -203,7 +260,7 @@ def definition(
     shapes = Results.shapes(sizes)
     if call.tiling is None:
         return shapes._replace(expert_ids=ids, weights=weights)
-    work = call.tiling.group(call.problem, Routing(ids, weights))
+    work = call.tiling.group(call.problem, Routing(ids if first is None else ids - first, weights))
     blocks = work.blocks
     return Results(
         expert_ids=ids,

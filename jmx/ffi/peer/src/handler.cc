@@ -113,20 +113,23 @@ struct Call {
   Arrays arrays{};
   Ranks ranks{};
   int num_blocks = 0;
+  size_t bytes = 0;  // of one rank
 };
 
 size_t RoundUp(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 enum class Kind { kGather, kScatter, kSum };  // one after the other; each rank's rows of a sum; the whole sum
 
-std::string FunctionName(Kind kind, ffi::DataType type, size_t unit, bool lines) {
-  if (kind == Kind::kGather) return "gather_" + (lines ? "lines" : std::to_string(unit));
+std::string FunctionName(Kind kind, ffi::DataType type, size_t unit, Way way) {
   const auto [name, size] = type == ffi::BF16 ? std::pair("bf16", 2) : type == ffi::F16 ? std::pair("f16", 2) : std::pair("f32", 4);
-  return std::string("reduce_") + name + "_" + (lines ? "lines" : std::to_string(unit == 16 ? 16 : size));
+  const std::string what = kind == Kind::kGather ? "gather_" : std::string("reduce_") + name + "_";
+  if (way == Way::kLines) return what + "lines";
+  if (kind != Kind::kGather && unit != 16) unit = size;
+  return what + (way == Way::kArrays ? "arrays_" : "") + std::to_string(unit);
 }
 
 // Throws where the arguments are not those of jmx/ffi/peer/collectives.py.
-Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t lines,
+Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
             ffi::RemainingArgs args, ffi::RemainingRets results) {
   if (args.size() != results.size() || args.size() == 0 || args.size() > kMaxArrays || (kind != Kind::kGather && args.size() != 1))
     throw std::string("wrong number of arrays");
@@ -157,15 +160,20 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   if (kind != Kind::kGather && type != ffi::BF16 && type != ffi::F16 && type != ffi::F32) throw std::string("wrong type");
   call.arrays.count = static_cast<int>(args.size());
   call.arrays.whole = kind == Kind::kSum;
+  call.bytes = total;
+  const Way how = static_cast<Way>(way);
+  if (how != Way::kSlot && how != Way::kLines && how != Way::kArrays) throw std::string("wrong way");
+  const bool lines = how == Way::kLines;
   if (lines && (unit < kLineData || total > kMostLineData)) throw std::string("rows that cannot be lines");
-  call.function = FunctionName(kind, type, unit, lines);
-  call.ranks.slot_bytes = RoundUp(lines ? total / kLineData * kLineBytes : total, 128);
+  call.function = FunctionName(kind, type, unit, how);
+  call.ranks.slot_bytes = how == Way::kArrays ? 0 : RoundUp(lines ? total / kLineData * kLineBytes : total, 128);
   call.ranks.rank = static_cast<int>(position % num_ranks);
   call.ranks.num_ranks = static_cast<int>(num_ranks);
   const size_t thread_bytes = lines ? kLineData : kThreadBytes;
-  call.num_blocks = static_cast<int>(std::clamp<size_t>(total / (kThreads * thread_bytes), 1, kMaxBlocks));
+  call.num_blocks = static_cast<int>(std::clamp<size_t>(RoundUp(total, kThreads * thread_bytes) / (kThreads * thread_bytes), 1, kMaxBlocks));
   // Each CTA counts its calls, so all calls on a region have as many CTAs.
-  const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks);
+  const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks) +
+                          " " + std::to_string(total);
   const auto& regions = Resources::Get().FindRegions(key, ordinals, call.ranks.slot_bytes);
   for (size_t rank = 0; rank < regions.size(); ++rank)
     call.ranks.region[rank] = reinterpret_cast<char*>(regions[rank]);
@@ -176,10 +184,10 @@ ffi::Error Failed(const std::string& reason) { return ffi::Error::Internal("jmx_
 
 // Before any launch, and outside of a capture as a CUDA graph: memory is allocated, the kernel loaded.
 template <Kind kind>
-ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t lines,
+ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
   try {
-    const Call call = CallOf(kind, ordinal, devices, num_ranks, lines, args, results);
+    const Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
     Resources::Get().FindFunction(ordinal, call.function);
   } catch (const std::string& reason) {
     return Failed(reason);
@@ -188,11 +196,11 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
 }
 
 template <Kind kind>
-ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t lines,
+ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
   try {
-    Call call = CallOf(kind, ordinal, devices, num_ranks, lines, args, results);
-    if (call.ranks.slot_bytes == 0) return ffi::Error::Success();
+    Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
+    if (call.bytes == 0) return ffi::Error::Success();
     Function function = Resources::Get().FindFunction(ordinal, call.function);
     void* parameters[] = {&call.ranks, &call.arrays};
     Check(driver().launch(function, call.num_blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
@@ -210,7 +218,7 @@ auto BindCall(Binding&& binding) {
       .template Ctx<ffi::DeviceOrdinal>()
       .template Attr<ffi::Span<const int64_t>>("devices")
       .template Attr<int64_t>("num_ranks")
-      .template Attr<int64_t>("lines")
+      .template Attr<int64_t>("way")
       .RemainingArgs()
       .RemainingRets();
 }

@@ -5,6 +5,9 @@
 // region: a program that is launched again, as a CUDA graph is, needs no new arguments. There are two slots for the
 // rows of each rank, for calls of even and of odd numbers: a rank sends rows of call n + 2 only after it has received
 // those of n + 1, which the others send after they have read those of n.
+//
+// Many rows go between the arrays themselves, with no slot and no copy of it: a call begins with the addresses of the
+// arrays, which ranks send each other, and ends with flags, so that nobody's arrays are freed or written meanwhile.
 #include "lines.h"
 #include "region.h"
 
@@ -23,15 +26,21 @@ __device__ u32* Word(const Ranks& ranks, int owner, int row) {
   return reinterpret_cast<u32*>(ranks.region[owner]) + row * kMaxBlocks + blockIdx.x;
 }
 
-// The number of this call. Another one at the same time, on the same region, would mix rows up: it is an error.
-__device__ u32 Begin(const Ranks& ranks) {
-  const u32 call = *Word(ranks, ranks.rank, jmx::kCalls) + 1;
-  if (threadIdx.x == 0 && atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 1) != 0) __trap();
-  return call;
+// A call, by its number. Another one at the same time, on the same region, would mix rows up: it is an error. What tells
+// is looked at when the call ends, so that rows need not wait for it.
+struct Call {
+  u32 number, busy;
+  __device__ operator u32() const { return number; }
+};
+
+__device__ Call Begin(const Ranks& ranks) {
+  const u32 busy = threadIdx.x == 0 ? atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 1) : 0;
+  return {*Word(ranks, ranks.rank, jmx::kCalls) + 1, busy};
 }
 
-__device__ void End(const Ranks& ranks, u32 call) {
+__device__ void End(const Ranks& ranks, const Call& call) {
   __syncthreads();
+  if (call.busy != 0) __trap();
   if (threadIdx.x == 0) {
     *Word(ranks, ranks.rank, jmx::kCalls) = call;
     atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 0);
@@ -81,7 +90,7 @@ __device__ void ForEach(u64 num_units, Load&& load, Store&& store) {
 // Arrays of all ranks, one after the other in each result.
 template <typename Unit>
 __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
-  const u32 call = Begin(ranks);
+  const Call call = Begin(ranks);
   u64 begin = 0;  // of an array in a slot
   for (int k = 0; k < arrays.count; ++k) {
     const u64 units = arrays.bytes[k] / sizeof(Unit);
@@ -109,6 +118,61 @@ __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
     }
     begin += units;
   }
+  End(ranks, call);
+}
+
+// Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.
+struct SystemMemory {
+  u64 start = 0;
+
+  __device__ void Store(jmx::Line* to, const jmx::Line& line) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.halves[0]), "l"(line.halves[1]) : "memory");
+  }
+  __device__ jmx::Line Load(const jmx::Line* from) {
+    jmx::Line line;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(line.halves[0]), "=l"(line.halves[1]) : "l"(from) : "memory");
+    return line;
+  }
+  __device__ void Wait() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (start == 0) start = now;
+    if (now - start > kTimeout) __trap();
+  }
+};
+
+// Sends the addresses of `count` arrays to the other ranks; `theirs` [rank * kMaxArrays + k], shared, gets theirs.
+__device__ void SwapAddresses(const Ranks& ranks, u32 call, const char* const* mine, int count, u64* theirs) {
+  const int other = threadIdx.x / jmx::kMaxArrays, k = threadIdx.x % jmx::kMaxArrays;
+  if (other < ranks.num_ranks && other != ranks.rank && k < count) {
+    SystemMemory memory;
+    __threadfence_system();  // what earlier kernels wrote there comes before its address
+    const u64 address = reinterpret_cast<u64>(mine[k]);
+    theirs[threadIdx.x] = jmx::Swap(memory, ranks, call, other, blockIdx.x, k, address);
+    __threadfence_system();
+  }
+  __syncthreads();
+}
+
+// `Gather`, written into the others' results.
+template <typename Unit>
+__device__ void GatherArrays(const Ranks& ranks, const Arrays& arrays) {
+  __shared__ u64 results[jmx::kMaxRanks * jmx::kMaxArrays];
+  const Call call = Begin(ranks);
+  SwapAddresses(ranks, call, arrays.out, arrays.count, results);
+  for (int k = 0; k < arrays.count; ++k) {
+    const u64 units = arrays.bytes[k] / sizeof(Unit);
+    ForEach<Unit>(
+        units, [&](u64 at) { return reinterpret_cast<const Unit*>(arrays.in[k])[at]; },
+        [&](u64 at, const Unit& unit) {
+          for (int i = 1; i < ranks.num_ranks; ++i) {
+            const int other = (ranks.rank + i) % ranks.num_ranks;
+            reinterpret_cast<Unit*>(results[other * jmx::kMaxArrays + k])[ranks.rank * units + at] = unit;
+          }
+          reinterpret_cast<Unit*>(arrays.out[k])[ranks.rank * units + at] = unit;
+        });
+  }
+  Meet(ranks, call);
   End(ranks, call);
 }
 
@@ -151,7 +215,7 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
     Element elements[kElements];
     __device__ Lanes() {}
   };
-  const u32 call = Begin(ranks);
+  const Call call = Begin(ranks);
   const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
   const Unit* in = reinterpret_cast<const Unit*>(arrays.in[0]);
   for (int i = 1; i < ranks.num_ranks; ++i) {
@@ -176,31 +240,48 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   End(ranks, call);
 }
 
-// Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.
-struct SystemMemory {
-  u64 start = 0;
-
-  __device__ void Store(jmx::Line* to, const jmx::Line& line) {
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.halves[0]), "l"(line.halves[1]) : "memory");
+// `Reduce`, of rows that are read where the others have them.
+template <typename Unit, typename Element>
+__device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
+  constexpr int kElements = sizeof(Unit) / sizeof(Element);
+  union Lanes {
+    Unit unit;
+    Element elements[kElements];
+    __device__ Lanes() {}
+  };
+  __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays];
+  const Call call = Begin(ranks);
+  SwapAddresses(ranks, call, arrays.in, 1, theirs);
+  const u64 units = arrays.bytes[0] / sizeof(Unit), first = arrays.whole ? 0 : ranks.rank * units;
+  const u64 step = gridDim.x * u64{blockDim.x};
+  for (u64 begin = blockIdx.x * u64{blockDim.x} + threadIdx.x; begin < units; begin += kInFlight * step) {
+    float sums[kInFlight][kElements] = {};
+    for (int rank = 0; rank < ranks.num_ranks; ++rank) {
+      const char* in = rank == ranks.rank ? arrays.in[0] : reinterpret_cast<const char*>(theirs[rank * jmx::kMaxArrays]);
+      Lanes lanes[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i)
+        if (begin + i * step < units) lanes[i].unit = Read<Unit>(in, first + begin + i * step);
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i)
+        for (int k = 0; k < kElements; ++k) sums[i][k] += lanes[i].elements[k].Widen();
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      Lanes result;
+      for (int k = 0; k < kElements; ++k) result.elements[k] = Element::Round(sums[i][k]);
+      if (begin + i * step < units) reinterpret_cast<Unit*>(arrays.out[0])[begin + i * step] = result.unit;
+    }
   }
-  __device__ jmx::Line Load(const jmx::Line* from) {
-    jmx::Line line;
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(line.halves[0]), "=l"(line.halves[1]) : "l"(from) : "memory");
-    return line;
-  }
-  __device__ void Wait() {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    if (start == 0) start = now;
-    if (now - start > kTimeout) __trap();
-  }
-};
+  Meet(ranks, call);
+  End(ranks, call);
+}
 
 }  // namespace
 
 #define LINES(NAME, CALL)                                                                                                     \
   extern "C" __global__ void NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
-    const u32 call = Begin(ranks);                                                                                            \
+    const Call call = Begin(ranks);                                                                                           \
     SystemMemory memory;                                                                                                      \
     CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x});               \
     End(ranks, call);                                                                                                         \
@@ -210,21 +291,29 @@ LINES(reduce_bf16_lines, jmx::ReduceLines<BFloat16>)
 LINES(reduce_f16_lines, jmx::ReduceLines<Float16>)
 LINES(reduce_f32_lines, jmx::ReduceLines<Float32>)
 
-#define GATHER(BYTES, UNIT) \
-  extern "C" __global__ void gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) { Gather<UNIT>(ranks, arrays); }
+#define GATHER(BYTES, UNIT)                                                                                                          \
+  extern "C" __global__ void gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
+    Gather<UNIT>(ranks, arrays);                                                                                                     \
+  }                                                                                                                                  \
+  extern "C" __global__ void gather_arrays_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
+    GatherArrays<UNIT>(ranks, arrays);                                                                                               \
+  }
 GATHER(16, uint4)
 GATHER(8, uint2)
 GATHER(4, unsigned int)
 GATHER(2, unsigned short)
 GATHER(1, unsigned char)
 
-#define REDUCE(NAME, UNIT, ELEMENT)                                                    \
-  extern "C" __global__ void reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {   \
-    Reduce<UNIT, ELEMENT>(ranks, arrays);                                              \
+#define REDUCE(NAME, SIZE, UNIT, ELEMENT)                                                                                                   \
+  extern "C" __global__ void reduce_##NAME##_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
+    Reduce<UNIT, ELEMENT>(ranks, arrays);                                                                                                    \
+  }                                                                                                                                          \
+  extern "C" __global__ void reduce_##NAME##_arrays_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
+    ReduceArrays<UNIT, ELEMENT>(ranks, arrays);                                                                                              \
   }
-REDUCE(bf16_16, uint4, BFloat16)
-REDUCE(bf16_2, unsigned short, BFloat16)
-REDUCE(f16_16, uint4, Float16)
-REDUCE(f16_2, unsigned short, Float16)
-REDUCE(f32_16, uint4, Float32)
-REDUCE(f32_4, unsigned int, Float32)
+REDUCE(bf16, 16, uint4, BFloat16)
+REDUCE(bf16, 2, unsigned short, BFloat16)
+REDUCE(f16, 16, uint4, Float16)
+REDUCE(f16, 2, unsigned short, Float16)
+REDUCE(f32, 16, uint4, Float32)
+REDUCE(f32, 4, unsigned int, Float32)
