@@ -403,7 +403,7 @@ def shape_of(tokens, name="mxfp4", inputs=None, num_cores=132):
     kind = elements_of(format, INPUT_FORMATS[inputs])
     assert kind is not None
     blocks = inputs == "fp8_block"
-    numbers = kind.decoded, kind.exact, kind.coded, blocks or kind.by_block, blocks and not kind.decoded
+    numbers = kind.decoded, kind.exact, kind.coded, blocks or kind.by_block, blocks
     return Shape(
         unit_bytes(format), *numbers, tokens, 4, 32, (90, 45), (23, 23), num_cores, False, inputs == "fp8_tensor"
     )

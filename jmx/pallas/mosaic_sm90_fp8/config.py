@@ -185,7 +185,7 @@ class Shape(NamedTuple):
         exact: whether sums are int32.
         fast: whether the tensor cores' own sums are preferred where they are float32.
         by_block: whether scales, of weights or inputs, belong to 128 columns.
-        tokens_as_a: whether those of inputs do, and weights are e4m3: then tokens may be operand A.
+        inputs_by_block: whether those of inputs do.
         num_tokens, top_k, num_experts: of the layer.
         tiles, units: of 64 rows, and of 128 columns, of `gate_up` and `down`.
         num_cores: SMs.
@@ -198,7 +198,7 @@ class Shape(NamedTuple):
     exact: bool
     fast: bool
     by_block: bool
-    tokens_as_a: bool
+    inputs_by_block: bool
     num_tokens: int
     top_k: int
     num_experts: int
@@ -224,9 +224,22 @@ class Shape(NamedTuple):
         """Rows that few experts exceed with random routing: the average and three standard deviations."""
         most = int(self.rows + 3 * sqrt(self.rows))
         step = 8 if most <= (_MAX_EXACT_STEP if self.exact else MAX_WIDTH) else 16
-        # Scales of 128 columns are applied to each unit's sums, in registers, while the next product runs.
-        large = self.rows >= _WHOLE_BLOCKS * MAX_BLOCK_N if self.tokens_as_a else not self.by_block
-        return min(max(8, -(-most // step) * step), MAX_BLOCK_N if large else MAX_WIDTH)
+        return min(max(8, -(-most // step) * step), self._max_block_n)
+
+    @property
+    def tokens_as_a(self) -> bool:
+        """Whether tokens may be operand A, of blocks of many: weights are e4m3, and inputs have scales by block."""
+        return self.inputs_by_block and not self.decoded
+
+    @property
+    def _max_block_n(self) -> int:
+        if not self.by_block:
+            return MAX_BLOCK_N
+        if self.tokens_as_a:
+            return MAX_BLOCK_N if self.rows >= _WHOLE_BLOCKS * MAX_BLOCK_N else MAX_WIDTH
+        if self.decoded and not self.exact and not self.inputs_by_block:
+            return _LARGE_DECODED
+        return MAX_WIDTH  # scales are applied to each unit's sums, in registers, while the next product runs
 
     @property
     def max_own_units(self) -> int:
