@@ -25,7 +25,8 @@ def run(folder: Path, package: str, cli: str, before: str = "") -> subprocess.Co
     (folder / "jmx/__init__.py").write_text(package)
     (folder / "jmx/cli.py").write_text(cli)
     program = f"{before}import sys\nsys.path[:0] = {[str(folder), str(ROOT)]}\nfrom jmx_command import main\nmain()\n"
-    return subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
+    alone = [sys.executable, "-I", "-S", "-c", program]  # -S: without the packages that are installed, jmx among them
+    return subprocess.run(alone, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
