@@ -265,6 +265,12 @@ def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixtu
         assert message in capsys.readouterr().err
 
 
+def test_one_device_of_experts_routes_as_without_a_mesh() -> None:
+    environment, split = Environment.named("h200"), jmx.Split(expert="ep", tokens=("dp", "ep"))
+    plain = Division.of(dataclasses.replace(PROBLEM, num_tokens=16), split, {"dp": 2, "ep": 1}, None, "gpu")
+    assert plain.of_logits(jmx.TopKSoftmax(4), environment) == plain
+
+
 @pytest.mark.parametrize(
     ("fields", "method", "device", "tokens", "sent"),
     [

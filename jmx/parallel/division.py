@@ -123,6 +123,8 @@ class Division:
         its, split = self.local, self.split
         if not isinstance(routed, Method) or split.intermediate or self.slots or not split.sends_logits:
             return self
+        if self.expert_devices == 1:
+            return self
         for biased in {False, routed.takes_bias}:  # which is not known here
             if not routing_kernel.applies(routed, biased, its.num_tokens, its.num_choices, environment, of_some=True):
                 return self
