@@ -12,14 +12,12 @@ import jax
 import optax
 from flax import nnx
 
-import jmx
-from jmx import plot, training
+from jmx import Logits, TopKSoftmax, plot, training
 from jmx.checkpoint.gpt_oss import read_config
 from jmx.models import GptOss, MoERecord, load
 from jmx.util.atomic_files import new_path
 
 CONFIG = read_config(Path(__file__).parent / "gpt_oss_demo")  # has the sizes of the model
-METHOD = jmx.TopKSoftmax(CONFIG.top_k)
 
 
 @nnx.jit(donate_argnums=(0, 1))
@@ -29,7 +27,7 @@ def train_step(model: GptOss, optimizer: nnx.Optimizer, windows: jax.Array) -> j
     def total(model: GptOss) -> tuple[jax.Array, jax.Array]:
         records: list[MoERecord] = []
         loss = training.next_token_losses(model, windows, records=records).mean()
-        logits = [jmx.Logits(its.logits.reshape(-1, CONFIG.num_experts), METHOD) for its in records]
+        logits = [Logits(its.logits.reshape(-1, CONFIG.num_experts), TopKSoftmax(CONFIG.top_k)) for its in records]
         extra = sum(1e-2 * training.load_balancing_loss(its) + 1e-4 * training.router_z_loss(its) for its in logits)
         return loss + extra / len(logits), loss
 
@@ -54,7 +52,6 @@ def train(folder: Path, text: Path, steps: int, batch: int, length: int, rate: f
     adam = optax.adamw(rates, b2=0.95, weight_decay=0.1, mask=lambda its: jax.tree.map(lambda p: p.ndim > 1, its))
     both = model, nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
     curve = run.train(both, lambda number: train_step(*both, windows(number)), tokens_per_step=batch * length)
-
     plot.training_loss(curve, bytes_per_token=data.num_bytes / len(data.tokens)).savefig(folder / "loss.png")
     with new_path(folder / "checkpoint") as place:
         training.export(place, training.in_dtype(model, "bfloat16"))
