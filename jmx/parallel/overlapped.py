@@ -37,9 +37,7 @@ def fault(num_tokens: int, chunks: int) -> str | None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def overlapped(
-    call: Call, local: Local, x: Float[Array, "T H"], routing: Routing, arrays: Any
-) -> Float[Array, "T H"]:
+def overlapped(call: Call, local: Local, x: Float[Array, "T H"], routing: Routing, arrays: Any) -> Float[Array, "T H"]:
     """The results of this device's tokens, inside `jax.shard_map`.
 
     Where it is differentiated nothing overlaps: a chunk is sent after another one was multiplied.

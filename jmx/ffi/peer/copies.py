@@ -59,7 +59,7 @@ def _by_xla(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | 
 
 
 def _start_on_gpu(ctx: Any, array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None) -> Any:
-    """The whole array is an operand: XLA would send a slice from the memory of what is sliced, and keep a copy of it."""
+    """The whole array is an operand: XLA would send a slice from where it lies, but keep a copy."""
     devices = devices_of(ctx, axes)
     if devices is None:
         return _start_by_xla(ctx, array, axes=axes, num_ranks=num_ranks, rows=rows)

@@ -52,17 +52,22 @@ def library() -> Library:
             return Library(fault)
         image = compile_kernels(_architecture())
         loaded.jmx_peer_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
-        for target in (GATHER, SCATTER, SUM, START, FINISH):
-            stages = {"initialize": f"{target}_initialize", "execute": target}
-            if target == FINISH:  # everything is there since the start
-                del stages["initialize"]
-            handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
-            jax.ffi.register_ffi_target(target, handlers, platform="gpu")
+        register(loaded)
     except Exception as e:  # such as a library for a newer jax: another exchange runs
         fault = load_fault(_PATH.name, e)
         warn_of_fault("peer", fault, BUILD)
         return Library(fault)
     return Library()
+
+
+def register(loaded: ctypes.CDLL) -> None:
+    """Registers the handlers of a loaded library with XLA."""
+    for target in (GATHER, SCATTER, SUM, START, FINISH):
+        stages = {"execute": target}
+        if target != FINISH:  # for which everything is there since the start
+            stages["initialize"] = f"{target}_initialize"
+        handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
+        jax.ffi.register_ffi_target(target, handlers, platform="gpu")
 
 
 def compile_kernels(architecture: str) -> bytes:
