@@ -308,7 +308,7 @@ def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, num_expert
     num_tokens = x.shape[0] * prod(lax.axis_size(name) for name in split.exchanged)
     check_logits(logits)
     environment, biased = Environment.probe(x, logits), logits.correction_bias is not None
-    return routing_kernel.applies(logits.method, biased, num_tokens, num_experts, environment, of_some=True)
+    return routing_kernel.applies(logits.method, biased, num_tokens, num_experts, environment)
 
 
 class _Static(NamedTuple):
@@ -338,8 +338,7 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
     biased = logits.correction_bias is not None
-    sizes, of_some = (num_tokens, problem.num_choices), first is not None
-    if not routing_kernel.applies(logits.method, biased, *sizes, environment, of_some=of_some):
+    if not routing_kernel.applies(logits.method, biased, num_tokens, problem.num_choices, environment):
         routing = route(logits, mask)
         return routing if first is None else routing._replace(expert_ids=routing.expert_ids - first)
     backend = select(problem, environment, static.backend, registered_backends()).backend

@@ -151,15 +151,18 @@ CHUNKED = [  # tokens, experts, slots, and how rows are grouped
 
 
 @INTERPRETED
+@pytest.mark.parametrize("own", [None, (0, 1), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", CHUNKED, ids=str)
-@pytest.mark.sampled(2)
-def test_chunks_of_tokens_compute_the_definition(rng, shape, method, masked, monkeypatch):
+@pytest.mark.sampled(3)
+def test_chunks_of_tokens_compute_the_definition(rng, shape, method, masked, own, monkeypatch):
+    """`own`: the device among three, and for how many of them; None: for all experts."""
     monkeypatch.setattr(sizes, "MOST_ELEMENTS", 64)
     num_tokens, num_experts, top_k, tiling = shape
     make, biased = METHODS[method]
-    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked)
+    its = None if own is None else tuple(n * (num_experts // 3) for n in own)
+    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked, its)
 
 
 @INTERPRETED

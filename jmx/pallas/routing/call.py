@@ -18,7 +18,6 @@ from jmx.pallas import defined
 from jmx.pallas.routing.choice import MOST_SLOTS, Choice
 from jmx.pallas.routing.sizes import (
     MOST_ELEMENTS,
-    MOST_ELEMENTS_OF_SOME,
     MOST_EXPERTS_OF_CHUNKS,
     MOST_OF_CHUNKS,
     Results,
@@ -130,26 +129,22 @@ def applies(
     num_tokens: Any,
     num_experts: int,
     environment: Environment,
-    *,
-    of_some: bool = False,
 ) -> bool:
     """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine.
 
-    `biased`: whether the choice has a correction bias. `of_some`: whether rows are grouped for some of the experts.
+    `biased`: whether the choice has a correction bias.
     """
     has = Choice.of(method, biased, num_experts) is not None
-    return has and takes(method.top_k, num_tokens, num_experts, environment, of_some=of_some)
+    return has and takes(method.top_k, num_tokens, num_experts, environment)
 
 
-def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment, *, of_some: bool = False) -> bool:
+def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
     """Whether it is used for so many slots, of a method that it has."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
     elements = power_of_two(num_tokens) * power_of_two(num_experts)
-    if of_some:
-        return elements <= MOST_ELEMENTS_OF_SOME
     return elements <= (MOST_OF_CHUNKS if num_experts <= MOST_EXPERTS_OF_CHUNKS else MOST_ELEMENTS)
 
 
