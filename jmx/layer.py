@@ -288,7 +288,7 @@ def _of_this_device(
     experts = over_mesh.gathered(split, experts)
     num_routed = over_mesh.num_routed(split, experts)
     flat = x.reshape(-1, x.shape[-1])
-    if isinstance(routing, Logits) and isinstance(experts, Experts) and _routes_all(split, flat, routing, num_routed):
+    if isinstance(routing, Logits) and _routes_all(split, flat, routing, experts):
         routing = flat_logits(routing, x.shape[:-1], mask)
     else:
         routing = flat_routing(routing, x.shape[:-1], mask)
@@ -301,13 +301,16 @@ def _of_this_device(
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
 
 
-def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, num_experts: int) -> bool:
+def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: AnyExperts) -> bool:
     """Whether each device routes the tokens of all, by the kernel that also groups them: they exchange logits then."""
+    if not isinstance(experts, Experts):
+        return False
     if not split.sends_logits or all(lax.axis_size(name) == 1 for name in split.names("expert")):
         return False
     num_tokens = x.shape[0] * prod(lax.axis_size(name) for name in split.exchanged)
     check_logits(logits)
     environment, biased = Environment.probe(x, logits), logits.correction_bias is not None
+    num_experts = over_mesh.num_routed(split, experts)
     return routing_kernel.applies(logits.method, biased, num_tokens, num_experts, environment)
 
 

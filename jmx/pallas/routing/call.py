@@ -65,16 +65,13 @@ class Call:
         number = self.problem.num_choices
         choice = Choice.of(self.method, self.biased, number)
         assert choice is not None
-        sizes, own = (
-            (self.num_tokens, number, self.method.top_k, choice),
-            self.problem.num_experts if self.some else None,
-        )
+        grouped = number if self.tiling is None else self.problem.num_experts
+        of_form = partial(Sizes, self.num_tokens, number, grouped, self.method.top_k, choice, interpret=self.interpret)
         if self.tiling is None:
-            return Sizes(*sizes, None, interpret=self.interpret)
+            return of_form(None)
         if self.tiling.sorts(self.problem, self.num_tokens):
-            return Sizes(*sizes, "many", *self.tiling.cut, interpret=self.interpret, own=own)
-        form = "single" if self.num_tokens == 1 and own is None else "few"
-        return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret, own=own)
+            return of_form("many", *self.tiling.cut)
+        return of_form("few" if self.num_tokens > 1 or self.some else "single", align=self.tiling.align)
 
     @property
     def some(self) -> bool:
@@ -154,12 +151,12 @@ def notes(problem: Problem, environment: Environment, routed: Method | Routing |
     A call that gets a `Routing` has no use for the kernel; None: the method is not known. Where the kernel is used only
     with or only without a correction bias, which is not known here, nothing is printed.
     """
-    sizes = problem.num_tokens, problem.num_experts, environment
+    sizes = problem.num_tokens, problem.num_choices, environment
     if isinstance(routed, Method):
         which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:
         which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
-    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_experts)
+    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_choices)
     kernels = "one kernel, jmx_route" if elements <= MOST_ELEMENTS else "two kernels, jmx_route and jmx_group"
     return (f"logits{which}: routed and grouped by {kernels}",) if used else ()
 
