@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--model", default="gpt-oss-120b")
     parser.add_argument("--mesh", required=True, metavar="NAME=SIZE,...")
     parser.add_argument("--exchange", help="in turn (default: the one that is chosen)")
-    parser.add_argument("--chunks", default="1", help="of gather, in turn (default: 1)")
+    parser.add_argument("--chunks", default="1", help="of gather and peer, in turn (default: 1)")
     parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096,8192", help="of a device (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="in one call, at most (default: 8)")
     parser.add_argument("--repeats", type=int, default=5)

@@ -163,7 +163,7 @@ def test_copies_begin_before_the_experts_and_end_after_them_when_compiled_for_fo
     text = jax.jit(call).lower(*jax.tree.map(described, (x, logits, experts))).compile().as_text() or ""
     entry = text[text.index("ENTRY ") :]
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
-    kinds = [{"mosaic_gpu_v2": "experts"}.get(target, target.removeprefix("jmx_peer_")) for target in calls]
+    kinds = ["experts" if target == "mosaic_gpu_v2" else target.removeprefix("jmx_peer_") for target in calls]
     between = [sorted(group.split()) for group in " ".join(kinds).split("experts")]
     # Tokens of a chunk begin before the experts of the one before it, and end after them; results one chunk later.
     assert between == [

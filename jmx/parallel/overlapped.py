@@ -16,10 +16,10 @@ from jmx.ffi.peer import collectives, copies
 from jmx.parallel.chunks import in_chunks
 from jmx.parallel.exchange import Call, Local
 from jmx.parallel.gather import gathered
-from jmx.parallel.perturbed_leaves import Perturbed
 from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded
 from jmx.routing import Routing
+from jmx.util.primals import Perturbed, values_of
 from jmx.util.typing import Array, Float, Shaped
 
 
@@ -87,13 +87,13 @@ def _sum(parts: Float[Array, "nt H"], num_ranks: int) -> Float[Array, "t H"]:
 
 def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any) -> tuple[Float[Array, "T H"], Any]:
     perturbed = Perturbed.of(arrays)
-    x, routing, arrays = jax.tree.map(
-        lambda primal: primal.value, (x, routing, arrays), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-    )
+    x, routing, arrays = values_of((x, routing, arrays))
     wanted, rest = perturbed.split(arrays)
 
+    def send(x: Float[Array, "t H"], routing: Any) -> tuple[Float[Array, "nt H"], Any]:
+        return gathered(Coded(call.wire, collectives.all_gather), call.axes, x, routing)
+
     def results(x: Any, weights: Any, wanted: Any) -> Float[Array, "T H"]:
-        send = partial(gathered, Coded(call.wire, collectives.all_gather), call.axes)
         compute = partial(local, perturbed.joined(wanted, rest))
         give_back = partial(scattered, call.axes, False)
         return in_chunks(call.chunks, send, compute, give_back, x, routing._replace(weights=weights))
