@@ -53,7 +53,7 @@ def test_the_first_chunk_and_the_last_are_half_as_large_as_others(num_tokens: in
 @pytest.mark.devices(8)
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("peer_by_collectives")
-@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("each", [16, 17, 25])
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_results_and_gradients_are_those_of_one_device(
