@@ -32,6 +32,8 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _CLOSED = 499  # this status is not read: the client is gone
+# Ends of lines in Python's `str.splitlines`, by which some clients find events: JSON may have them in strings.
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 class Asked(Protocol):
@@ -198,7 +200,8 @@ async def _events(
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {content.translate(_LINE_ENDS)}\n\n"
 
 
 class _Stream(StreamingResponse):
