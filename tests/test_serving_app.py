@@ -122,6 +122,23 @@ def test_answers(stream: bool) -> None:
     assert found.count(b'"finish_reason":"length"') == 1
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
+def test_a_wrong_base_url_is_an_error_with_the_right_path(path: str) -> None:
+    its, _ = app(DONE)
+    status, _, found = answer(its, ASKED, path)
+    assert (status, found["error"]["message"]) == (404, f"POST {path}: Not Found; did you mean /v1/chat/completions?")
+
+
+@pytest.mark.parametrize(
+    ("path", "method"), [("/nope", "GET"), ("/v1", "GET"), ("/v1/chat/completions", "GET"), ("", "GET")]
+)
+def test_other_paths_and_methods_have_no_such_hint(path: str, method: str) -> None:
+    its, _ = app(DONE)
+    status, _, found = answer(its, ASKED, path, method)
+    assert status in (404, 405)
+    assert "did you mean" not in found["error"]["message"]
+
+
 def test_an_event_is_one_line_for_every_client() -> None:
     """Some split a stream at all that ends a line in Python."""
     text = "a\x0b\x0c\x1c\x85\u2028\u2029\r\né"

@@ -71,7 +71,12 @@ def make_app(service: Service) -> Starlette:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+    path = request.scope["path"]
+    message = f"{request.method} {path[:200]}: {error.detail}"
+    routes = {route.path for route in request.app.routes}
+    near = next((its for its in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if its in routes), path)
+    if near != path:  # a client's base URL has no /v1, or has it twice
+        message += f"; did you mean {near}?"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
