@@ -403,7 +403,7 @@ def shape_of(tokens, name="mxfp4", inputs=None, num_cores=132):
     kind = elements_of(format, INPUT_FORMATS[inputs])
     assert kind is not None
     blocks = inputs == "fp8_block"
-    numbers = kind.decoded, kind.exact, kind.coded, blocks or kind.by_block, blocks and not kind.decoded
+    numbers = kind.decoded, kind.exact, kind.coded, blocks or kind.by_block, blocks
     return Shape(
         unit_bytes(format), *numbers, tokens, 4, 32, (90, 45), (23, 23), num_cores, False, inputs == "fp8_tensor"
     )
@@ -557,6 +557,8 @@ def allowed(config, format, input_format):
     if elements.exact:
         rows = config.block_n if config.block_n <= 32 else -(-config.block_n // 16) * 16
         config = dataclasses.replace(config, block_n=rows, own_sums=not by_block)
+    if elements.decoded and by_block:
+        config = dataclasses.replace(config, block_n=min(config.block_n, 192), own_sums=False)
     return dataclasses.replace(config, own_sums=False) if by_block else config
 
 
@@ -566,6 +568,7 @@ SPLIT = {
     ("fp8_block", "fp8_block"),
     ("int4_channel", "int8_token"),
     ("int4_g128", "fp8_token"),
+    ("int4_g256", "int8_token"),
     ("int8_g128", "int8_token"),
 }
 SHARED_COLUMNS = [(8, 1, 2, 1, 2), (16, 2, 1, 1, 2), (24, 1, 3, 2, 3), (24, 1, 1, 1, 4), (8, 1, 2, 3, 5)]

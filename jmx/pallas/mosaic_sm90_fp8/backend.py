@@ -188,6 +188,6 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
-    kind = elements.decoded, elements.exact, elements.coded, by_block, blocks_of_inputs and not elements.decoded
+    kind = elements.decoded, elements.exact, elements.coded, by_block, blocks_of_inputs
     weighted, num_cores = problem.weights_on == "input", environment.core_count or 1
     return Shape(unit_bytes(format), *kind, *sizes, tiles, units, num_cores, weighted, not inputs.by_token)
