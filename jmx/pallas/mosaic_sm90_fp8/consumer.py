@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.mosaic_sm90_fp8 import fused_quantize, integer_sums, row_scales, staging, tokens_as_a, wgmma
+from jmx.pallas.mosaic_sm90_fp8.config import MAX_UNITS
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.sm90 import accumulator, epilogue
@@ -119,12 +120,20 @@ def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
     return following
 
 
-def _add_units[T](gemm: Gemm, turn: Scalar, zeros: T, add: Callable[[T, list[Slots]], T], at_once: int) -> T:
+def _add_units[T](
+    gemm: Gemm,
+    turn: Scalar,
+    zeros: T,
+    add: Callable[[T, list[Slots]], T],
+    at_once: int,
+    between: tuple[int, Callable[[T], T]] | None = None,
+) -> T:
     """The mainloop: waits for stages, `at_once` at a time, and calls `add` with totals and these stages' slots.
 
-    `add` adds this warpgroup's units to the totals, which are `zeros` at first, and releases the slots.
+    `add` adds this warpgroup's units to the totals, which are `zeros` at first, and releases the slots. `between`:
+    after how many stages, a multiple of `at_once`, there is a new loop, and what is done with totals before it.
     """
-    pipeline, config = gemm.pipeline, gemm.config
+    pipeline, config, stages = gemm.pipeline, gemm.config, gemm.share.item_stages
 
     def step(count: int, nth: Scalar, carry: tuple[T, Scalar]) -> tuple[T, Scalar]:
         totals, slot = carry
@@ -139,13 +148,17 @@ def _add_units[T](gemm: Gemm, turn: Scalar, zeros: T, add: Callable[[T, list[Slo
             row_slots = [slot * config.warpgroups_k + gemm.wk for slot in slots]
         return add(totals, [*zip(slots, row_slots, strict=True)]), pipeline.next_slot(slots[-1])
 
-    whole, rest = divmod(gemm.share.item_stages, at_once)
+    size, restart = (stages, None) if between is None else between
     carry = zeros, pipeline.first_slot(gemm.share, turn)
     with jax.named_scope("accumulate"):
-        if whole:
-            carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
-        if rest:
-            carry = step(rest, jnp.int32(whole), carry)
+        for first in range(0, stages, size):
+            if first and restart is not None:
+                carry = restart(carry[0]), carry[1]
+            (begin, _), (end, rest) = divmod(first, at_once), divmod(min(first + size, stages), at_once)
+            if begin < end:
+                carry = lax.fori_loop(begin, end, partial(step, at_once), carry)
+            if rest:
+                carry = step(rest, jnp.int32(end), carry)
     return carry[0]
 
 
@@ -201,8 +214,10 @@ def _sum_of_integers(gemm: Gemm, turn: Scalar, width: int) -> Float32[Array, "64
             gemm.pipeline.release(slot)
         return run
 
-    run = integer_sums.start(width, goes_on=gemm.share.item_stages <= longest)
-    return integer_sums.finish(_add_units(gemm, turn, run, add, min(gemm.config.units, longest)))
+    at_once, goes_on = min(gemm.config.units, longest), longest > MAX_UNITS
+    between = (longest // at_once * at_once, integer_sums.restart) if goes_on else None
+    run = integer_sums.start(width, goes_on=goes_on)
+    return integer_sums.finish(_add_units(gemm, turn, run, add, at_once, between))
 
 
 def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:

@@ -13,8 +13,8 @@ These differences add up to the first unit's scale, so that a run adds 1.5 * 2^2
 subtracted. Meanwhile totals are rounded to a whole step of the integers' products or so, where rounding inputs to 8
 bits has moved them by tens of steps.
 
-Where a run may hold all of an item's units, sums go on from step to step of the mainloop (`Run`). Where not, each step
-is a run, and what they add is subtracted at the end.
+Sums of INT4 weights go on from step to step of the mainloop, for a run. Of INT8 weights each step is a run, and what
+runs add is subtracted at the end: their sums are so much larger that totals bear it.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,17 @@ class Run(NamedTuple):
 
 
 def start(n: int, *, goes_on: bool) -> Run:
-    """That of no unit. `goes_on`: whether one run holds all units of an item."""
-    total = plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), _WGMMA)
+    """That of no unit. `goes_on`: whether a run goes on from step to step, until `restart`."""
+    return _begun(plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), _WGMMA), goes_on)
+
+
+def restart(run: Run) -> Run:
+    """A new run, which goes on from step to step, after one that did."""
+    return _begun(finish(run), goes_on=True)
+
+
+def _begun(total: Float32[Array, "64 n"], goes_on: bool) -> Run:
+    n = total.shape[1]
     sums = plgpu.layout_cast(jnp.full((TILE, n), _BIAS, jnp.int32), _WGMMA) if goes_on else None
     return Run(total, sums, plgpu.layout_cast(jnp.zeros((_PAIR,), jnp.float32), own_layout(_PAIR)))
 
