@@ -12,7 +12,6 @@ records the `jax.named_scope`s of one CTA, warp by warp, which Pallas writes whe
 import argparse
 import contextlib
 import functools
-import gzip
 import json
 import pathlib
 import sys
@@ -27,13 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks import kernel_trace
+from benchmarks import kernel_trace, profile_command
 from jmx import plot
 from jmx.perf import bench, shapes
 from jmx.perf.roofline import require_matplotlib
 from jmx.plot import style
 from jmx.selection.environment import Environment
-from jmx.util import atomic_files
 
 LAYERS = 4
 SCOPES = 88  # ranges that a warp may record: each takes 16 bytes of shared memory
@@ -57,29 +55,25 @@ Event = dict[str, Any]  # "name", "start" and "end" in us, "thread"
 
 def main() -> int:
     """Captures a profile on this machine's GPU, or draws one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("capture", help="profile a layer on this machine's GPU")
-    command.add_argument("profile", type=pathlib.Path, help="JSON to write")
-    command.add_argument("--model", choices=shapes.MODELS, default="gpt-oss-20b")
-    command.add_argument("--tokens", type=int, default=16)
-    command.add_argument("--backend", choices=("mosaic", "mosaic_fp8"), default="mosaic")
-    command.set_defaults(run=save)
-    command = commands.add_parser("draw", help="draw a profile")
-    command.add_argument("profile", type=pathlib.Path, help="JSON that `capture` wrote")
-    command.add_argument("picture", help="file to write: .svg or .png")
-    command.add_argument("--kernels", action="store_true", help="the time of each kernel, all its launches together")
-    command.set_defaults(run=draw_saved)
-    arguments = parser.parse_args()
-    arguments.run(arguments)
-    return 0
 
+    def capture_options(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--model", choices=shapes.MODELS, default="gpt-oss-20b")
+        command.add_argument("--tokens", type=int, default=16)
+        command.add_argument("--backend", choices=("mosaic", "mosaic_fp8"), default="mosaic")
 
-def save(arguments: argparse.Namespace) -> None:
-    """Captures a profile into a new file. FileExistsError, before anything is measured, if there is one."""
-    atomic_files.check_new(arguments.profile)
-    profile = capture(arguments.model, arguments.tokens, arguments.backend)
-    atomic_files.write(arguments.profile, json.dumps(profile, indent=0).encode())
+    def draw_options(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--kernels", action="store_true", help="the time of each kernel, all its launches together"
+        )
+
+    return profile_command.run(
+        str(__doc__),
+        "a layer",
+        lambda its: capture(its.model, its.tokens, its.backend),
+        draw_saved,
+        capture_options=capture_options,
+        draw_options=draw_options,
+    )
 
 
 def capture(model: str, tokens: int, backend: str) -> dict[str, Any]:
@@ -92,13 +86,9 @@ def capture(model: str, tokens: int, backend: str) -> dict[str, Any]:
     logits = jax.random.normal(jax.random.key(2), (LAYERS, tokens, shape.num_experts))
     weights = system.build(shape, keys, {})
     layers = jax.jit(functools.partial(bench.run_layers, system.layer))
-    with tempfile.TemporaryDirectory() as folder:
-        jax.block_until_ready(layers(x, logits, weights))
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            for _ in range(3):
-                jax.block_until_ready(layers(x, logits, weights))
-        (trace,) = pathlib.Path(folder).rglob("perfetto_trace.json.gz")
-        kernels = kernel_events(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    jax.block_until_ready(layers(x, logits, weights))
+    _, trace = kernel_trace.record(lambda: [jax.block_until_ready(layers(x, logits, weights)) for _ in range(3)])
+    kernels = kernel_events(trace)
     with tempfile.TemporaryDirectory() as folder:
         jax.clear_caches()  # what is compiled records nothing
         with recorded_scopes(folder):
@@ -159,9 +149,8 @@ def from_zero(events: Sequence[Event]) -> list[Event]:
     return [event | time for event, time in zip(events, times, strict=True)]
 
 
-def draw_saved(arguments: argparse.Namespace) -> None:
+def draw_saved(profile: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Draws a saved profile: kernels and scopes along the time, or the time of each kernel."""
-    profile = json.loads(arguments.profile.read_text())
     if arguments.kernels:
         figure = plot.kernels(profile["kernels"], highlight=profile["backend"])
         title = "{model} at {tokens} tokens on {device}".format(**profile)

@@ -11,7 +11,6 @@ length, and of all whole steps recorded what each part takes. Launches of CUDA g
 
 import argparse
 import itertools
-import json
 import pathlib
 import re
 import statistics
@@ -26,13 +25,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
-from benchmarks import kernel_trace
+from benchmarks import kernel_trace, profile_command
 from benchmarks.kernel_trace import Kernel
 from jmx.models import FAMILIES, Runner, Sampler, from_source, random_source
 from jmx.models.runner import CHUNK
 from jmx.perf.roofline import require_matplotlib
 from jmx.plot import style
-from jmx.util import atomic_files
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
@@ -58,29 +56,24 @@ LAYERS_SHOWN = 2
 
 def main() -> int:
     """Captures a profile on this machine's GPU, or draws one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("capture", help="profile steps on this machine's GPU")
-    command.add_argument("profile", type=pathlib.Path, help="JSON to write")
-    command.add_argument("--model", choices=PUBLISHED, default="gpt-oss-120b")
-    command.add_argument("--rows", type=int, default=1, help="prompts at once")
-    command.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
-    command.set_defaults(run=save)
-    command = commands.add_parser("draw", help="draw a profile")
-    command.add_argument("profile", type=pathlib.Path, help="JSON that `capture` wrote")
-    command.add_argument("picture", help="file to write: .svg or .png")
-    command.set_defaults(run=draw_saved)
-    arguments = parser.parse_args()
-    arguments.run(arguments)
-    return 0
 
+    def options(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--model", choices=PUBLISHED, default="gpt-oss-120b")
+        command.add_argument("--rows", type=int, default=1, help="prompts at once")
+        command.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
 
-def save(arguments: argparse.Namespace) -> None:
-    """Captures a profile into a new file. FileExistsError, before anything is measured, if there is one."""
-    atomic_files.check_new(arguments.profile)
-    profile = capture(arguments.model, arguments.rows, arguments.prompt)
-    print(table(profile))
-    atomic_files.write(arguments.profile, (json.dumps(profile) + "\n").encode())
+    def capture_and_print(arguments: argparse.Namespace) -> dict[str, Any]:
+        profile = capture(arguments.model, arguments.rows, arguments.prompt)
+        print(table(profile))
+        return profile
+
+    return profile_command.run(
+        str(__doc__),
+        "steps",
+        capture_and_print,
+        lambda profile, its: draw(profile, its.picture),
+        capture_options=options,
+    )
 
 
 def capture(model: str, rows: int, prompt: int) -> dict[str, Any]:
@@ -190,11 +183,6 @@ def table(profile: dict[str, Any]) -> str:
     total = profile["recorded_step_us"]
     rows = ((part, its["kernels"], its["us"]) for part, its in profile["parts"].items())
     return "\n".join([*lines, *(f"| {part} | {n} | {us:.1f} | {us / total:.1%} |" for part, n, us in rows)])
-
-
-def draw_saved(arguments: argparse.Namespace) -> None:
-    """Draws a saved profile."""
-    draw(json.loads(arguments.profile.read_text()), arguments.picture)
 
 
 def draw(profile: dict[str, Any], path: str) -> None:

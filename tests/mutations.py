@@ -559,8 +559,8 @@ def _key(draft: Draft, rng: random.Random) -> None:
         found.append([rng.choice(["extra", "actorder_", "scale", ""]), _junk(rng)])
     else:
         found.append(copy.deepcopy(rng.choice(rng.choice(objects))))
-    has_any_name = re.fullmatch(r"group_\d+|model\.layers\.0\.mlp\.gate", old) is not None
-    named = way == "more" or (way == "rename" and not has_any_name)
+    any_name = re.fullmatch(r"group_\d+|model\.layers\.0\.mlp\.gate", old)
+    named = way == "more" or (way == "rename" and not any_name)
     draft.note(f"{way} of {old}", refused=way == "twice" or (known and named))
     draft.reread = True
 

@@ -106,9 +106,15 @@ def test_the_command_runs_from_anywhere(tmp_path: Path) -> None:
 
 
 def without_tokenizer(folder: Path) -> list[str]:
-    for name in ("config.json", "model.safetensors.index.json"):
-        (folder / name).write_bytes((TINY / name).read_bytes())
+    for file in (TINY / "config.json", *TINY.glob("model*")):
+        (folder / file.name).write_bytes(file.read_bytes())
     return [str(folder)]
+
+
+def without_a_shard(folder: Path) -> list[str]:
+    arguments = without_tokenizer(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    return arguments
 
 
 def with_broken_tokenizer(folder: Path) -> list[str]:
@@ -129,9 +135,10 @@ def with_broken_tokenizer(folder: Path) -> list[str]:
             "`seed` (=99999999999999999999) must be in",
         ),
         (lambda folder: [*without_tokenizer(folder), "a"], "tokenizer.json is missing"),
-        (lambda folder: [*without_tokenizer(folder), "--prompt-ids", "1"], "model-00001-of-00002.safetensors"),
+        (lambda folder: [*without_a_shard(folder), "a"], "model-00001-of-00002.safetensors: the shard is missing"),
+        (lambda folder: [str(folder), "a"], "config.json: the file is missing"),
         (lambda folder: [str(TINY), "--prompt-ids", "1,400"], "has the id 400, which must be in 0..319"),
-        (lambda folder: [str(TINY), ""], "at least one token"),
+        (lambda folder: [str(TINY), ""], "prompt 1 (='') must have at least one token"),
         (lambda folder: [str(TINY), "a", "--max-new-tokens", "0"], "`--max-new-tokens` (=0) must be at least 1"),
         (lambda folder: [str(TINY), "a", "--temperature", "-1"], "`temperature` (=-1.0)"),
         (lambda folder: [str(TINY), "a", "--top-p", "0"], "`top_p` (=0.0)"),
@@ -215,7 +222,7 @@ def test_tokens_of_qwen3_are_the_references(capsys: pytest.CaptureFixture[str]) 
     result = json.loads(out)
     assert result["ids"] == golden["greedy"][0, :5].tolist()
     assert result["backend"] == "xla"
-    assert "experts are not quantized" in err
+    assert "weights are 'float32'" in err
 
 
 def test_the_command_rounds_experts_to_a_format(capsys: pytest.CaptureFixture[str]) -> None:

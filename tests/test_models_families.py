@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.costly
 GOLDEN = Path(__file__).parent / "data" / "families"
 NEW = ("mixtral", "qwen2_moe", "olmoe", "glm4_moe")
 NAMES = (*NEW, *(f"{name}_other" for name in NEW))
+YARN = ("mixtral_yarn", "glm4_moe_yarn")
 CAPACITY = 32  # tokens of a row's cache: prompt and continuation
 
 # Parameters that transformers 5.23 counts in models of these sizes, and billions of the models' cards, which round.
@@ -89,10 +91,10 @@ def assert_same(one: Model, other: Model) -> None:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *YARN])
 def test_logits_routes_and_greedy_tokens_are_the_references(name: str) -> None:
     golden, model = load_file(GOLDEN / f"{name}.safetensors"), load(GOLDEN / name, dtype=jnp.float32)
-    assert type(model) is FAMILIES[name.removesuffix("_other")].model
+    assert type(model) is FAMILIES[re.sub("_(other|yarn)$", "", name)].model
     ids = jnp.asarray(golden["input_ids"])
     rows, length = ids.shape
     logits, routes, caches = whole(model, ids)
@@ -229,7 +231,8 @@ def test_random_weights_make_a_model_that_runs(name: str) -> None:
         ({"num_key_value_heads": 3}, "must be a multiple of `num_key_value_heads` (=3)"),
         ({"head_dim": 7}, "`head_dim` (=7) must be even"),
         ({"num_hidden_layers": 1 << 21}, "`num_hidden_layers` (=2097152) must be at most"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type` (='yarn') must be one of"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type` (='llama3') must be one of"),
+        ({"rope_parameters": {"rope_type": "yarn"}, "rope_theta": 1e4}, "rope_parameters.factor` is missing"),
         ({"rope_theta": 1.0}, "`rope_theta` must be one number"),
         ({"eos_token_id": "x"}, "eos_token_id` (='x') must be an id"),
         ({"rms_norm_eps": 0}, "rms_norm_eps` (=0) must be a positive number"),
@@ -280,6 +283,27 @@ def test_keys_of_one_family_are_checked(name: str, changes: dict[str, Any], mess
     with pytest.raises(CheckpointError) as caught:
         FAMILIES[name].read_config(edited(tmp_path / "it", name, **changes))
     assert message in str(caught.value)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    folder = edited(tmp_path / "it", "glm4_moe", first_k_dense_replace=3)
+    with pytest.raises(CheckpointError, match=r"config.json: must have a layer with experts, but all 3 are dense"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_rotary_positions_of_types_of_layers_are_refused(name: str, tmp_path: Path) -> None:
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match=r"rope_parameters.full_attention` \(=\{.*must not be an object"):
+        FAMILIES[name].read_config(edited(tmp_path / "it", name, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_rotary_frequencies_in_files_are_those_of_the_config(name: str, tmp_path: Path) -> None:
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    assert_same(load(edited(tmp_path / "it", name, add)), load(GOLDEN / name))
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
+import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -245,3 +249,32 @@ def test_a_client_that_stops_in_the_middle_of_its_request_does_not_delay_the_end
         return code
 
     assert asyncio.run(run()) == 0
+
+
+REHEARSED = """import asyncio, sys
+from test_serving_app import ASKED, DONE, LENGTH, TOKENIZER, Client, Service, app, ask
+from jmx.serving.api.rehearsal import rehearse
+
+async def main():
+    its, client = app(DONE)[0], Client(DONE)
+    service = Service(client, "tiny", TOKENIZER, None, frozenset({257}), 258, 4, ("a" * 16,))
+    modules = [{*sys.modules}]
+    await rehearse(service)
+    assert (client.asked, service.keys) == (0, ("a" * 16,))
+    assert b"jmx_new_tokens_total 0.0" in service.metrics.text()
+    modules.append({*sys.modules})
+    status, _, found = await ask(its, ASKED | {"stream": True})
+    assert status == 200 and b"[DONE]" in found
+    modules.append({*sys.modules})
+    assert modules[0] < modules[1] == modules[2], modules[2] - modules[1]
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.costly
+def test_the_first_request_imports_nothing() -> None:
+    folders = {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), str(pathlib.Path.cwd())])}
+    command = [sys.executable, "-c", REHEARSED]
+    done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quantize is not None:
         return _convert_quantized(arguments)
     for flag in ("report", "picture", "overwrite"):
-        if getattr(arguments, flag):
+        if getattr(arguments, flag) not in (None, False):
             raise ValueError(f"`--{flag}` requires `--quantize`")
     from jmx.checkpoint import gpt_oss
 

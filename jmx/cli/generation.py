@@ -73,6 +73,7 @@ def read_job(arguments: argparse.Namespace) -> Job:
     if arguments.random is not None:
         return _random_job(arguments)
     directory = model_arguments.find(arguments.model)
+    source = model_arguments.source(arguments, directory)
     tokenizer = None
     if arguments.prompt_ids:
         asked = [Prompt(ids, None) for ids in arguments.prompt_ids]
@@ -82,7 +83,6 @@ def read_job(arguments: argparse.Namespace) -> Job:
         except (FileNotFoundError, ImportError) as error:
             raise ValueError(f"{error}; or give --prompt-ids") from error
         asked = prompts.encode(texts, tokenizer, ChatTemplate.read(directory) if arguments.chat else None)
-    source = model_arguments.source(arguments, directory)
     _check_ids(arguments, source.config, asked)
     _check_lengths(asked, arguments.max_new_tokens, model_arguments.context_length(directory))
     return Job(source, asked, tokenizer, model_arguments.adapters(arguments, source))

@@ -78,7 +78,7 @@ class Report:
         step = timing.seconds_a_step
         a_step = sum(len(row.ids) - 1 for row in rows) / max(1, len(timing.steps) - 1)  # of rows that go on
         speed = {
-            "backend": "ragged_dot" if decode is None else decode.chosen,
+            "backend": decode.chosen,
             "prefill_ms": 1e3 * (timing.steps[0] - timing.start),
             "decode_tokens_per_s": a_step / step if step else None,
             "weight_bytes_a_token": weights_read(model) if len(rows) == 1 else None,
@@ -97,18 +97,18 @@ class Report:
             if "logprobs" in row:
                 console.print(_table(f"log probabilities of row {number}", row["logprobs"]))
         decode = explain(self.model, len(self.rows))
-        console.print("experts are not quantized: XLA's ragged_dot runs them" if decode is None else decode)
+        console.print(decode)
         prefill = explain(self.model, len(self.rows) * max(self.lengths))
-        if prefill is not None and decode is not None and prefill.chosen != decode.chosen:
+        if prefill.chosen != decode.chosen:
             console.print(prefill)
         for line in self._lines(decode):
             console.print(line, soft_wrap=True, highlight=False)
 
-    def _lines(self, decode: jmx.Explanation | None) -> list[str]:
+    def _lines(self, decode: jmx.Explanation) -> list[str]:
         speed, weights = self.speed, _nbytes(nnx.state(self.model))
         rate, read, peak = speed["decode_tokens_per_s"], speed["weight_bytes_a_token"], speed["peak_device_bytes"]
         share = ""
-        if rate is not None and read is not None and decode is not None and decode.floor is not None:
+        if rate is not None and read is not None and decode.floor is not None:
             bandwidth = decode.floor.peak.bandwidth
             share = f", {rate * read / bandwidth:.0%} of what {bandwidth / 1e12:.1f} TB/s (by data sheet) allow"
         part = "" if peak is None else f" ({peak / (weights + self.cache_bytes):.3f} of both)"
@@ -145,11 +145,9 @@ def _table(title: str, entries: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def explain(model: Model, tokens: int) -> jmx.Explanation | None:
-    """Which backend runs the experts for that number of tokens, and why; None if there are none."""
-    moe = next((layer.moe for layer in model.layers if hasattr(layer, "moe")), None)
-    if moe is None:
-        return None
+def explain(model: Model, tokens: int) -> jmx.Explanation:
+    """Which backend runs the experts for that number of tokens, and why."""
+    moe = next(layer.moe for layer in model.layers if hasattr(layer, "moe"))
     x = jax.ShapeDtypeStruct((1, tokens, model.config.hidden_size), model.dtype)
     return jmx.explain(moe, x)
 

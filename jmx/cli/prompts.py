@@ -150,7 +150,11 @@ def _of_json(where: str, line: str) -> str:
 
 
 def encode(texts: list[str], tokenizer: Any, template: Any) -> list[Prompt]:
-    """Prompts of texts, each of them a user's message if there is a `ChatTemplate`."""
+    """Prompts of texts, each of them a user's message if there is a `ChatTemplate`. ValueError for one of no tokens."""
     if template is not None:
         texts = [template.render([{"role": "user", "content": text}]) for text in texts]
-    return [Prompt(tokenizer.encode(text, add_special_tokens=False).ids, text) for text in texts]
+    found = [Prompt(tokenizer.encode(text, add_special_tokens=False).ids, text) for text in texts]
+    for number, prompt in enumerate(found, 1):
+        if not prompt.ids:
+            raise ValueError(f"prompt {number} (={prompt.text!r}) must have at least one token")
+    return found

@@ -20,7 +20,7 @@ from jmx.models.sources.popularity import ROUTINGS
 from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer
-from jmx.serving.engine import Engine, Guides, Limits, automatic_cache_tokens
+from jmx.serving.engine import Engine, Guides, Limits, automatic_cache_tokens, begin_programs
 
 _LONGEST = 8192  # of requests, unless --max-length asks for more
 _KEY_VARIABLE = "JMX_API_KEY"
@@ -150,22 +150,28 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
 
 
 def make_engine(arguments: argparse.Namespace, max_length: int) -> Engine:
-    """The engine, in its process: checks memory, reads the weights."""
+    """The engine, in its process: checks that devices reach each other, and memory, and reads the weights."""
     import jax
 
     from jmx.models import from_source
+    from jmx.models.communication import check_communication
+    from jmx.models.expected import expected
 
     compilation_cache.use(arguments)
     source, split = _source(arguments), model_arguments.split(arguments)
+    if split is not None:
+        check_communication(split)
     adapters = model_arguments.adapters(arguments, source)
     limits = _limits(arguments, max_length)
     if arguments.cache_tokens is None:
         tokens = automatic_cache_tokens(source, limits, arguments.dtype, split, adapters)
         limits = _limits(arguments, max_length, tokens)
+    store, dtype, programs = compilation_cache.program_store(), jax.numpy.dtype(arguments.dtype), None
+    if split is None and adapters is None and (shapes := expected(source, dtype=dtype, backend=arguments.backend)):
+        programs = begin_programs(shapes, limits, store)
     with source.progress(True):
-        dtype = jax.numpy.dtype(arguments.dtype)
         model = from_source(source, dtype=dtype, backend=arguments.backend, split=split, adapters=adapters)
-    return Engine(model, limits, store=compilation_cache.program_store(), guides=_guides(arguments, model))
+    return Engine(model, limits, store=store, guides=_guides(arguments, model), programs=programs)
 
 
 def _guides(arguments: argparse.Namespace, model: Model) -> Guides | None:

@@ -17,6 +17,7 @@ from jmx.models.quantized_weights import QuantizedWeights
 _FLOATS = ("BF16", "F16", "F32")
 _CHUNK = 1 << 24  # bytes compared at a time
 _CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
+_COMPUTED = ".rotary_emb.inv_freq"  # what older files repeat of the config: rotary frequencies
 
 
 class Checkpoint:
@@ -75,6 +76,7 @@ class Checkpoint:
         for name, tensor in self.tensors.items():
             module, _, last = name.rpartition(".")
             known = name in shapes or module in parts or name in skipped or (cache and last in _CACHE_SCALES)
+            known = known or name.endswith(_COMPUTED)
             if not known and not name.startswith(tuple(f"{its}." for its in experts)):
                 raise CheckpointError(tensor.file, f"tensor {name!r} is not one of a model with this config")
         if skipped:

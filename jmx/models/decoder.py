@@ -110,7 +110,8 @@ class Model(nnx.Module):
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines of the rotations of heads, float32 (B, T, half the rotated channels), of int32 positions
         (B, T)."""
-        return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        return rope_angles(positions, config.head_dim, config.rope_theta, config.yarn)
 
     def moe_options(self) -> dict[str, Any]:
         """Arguments of `jmx.nnx.MoE`: activation, routing, and what else the family's experts have."""

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
-from jmx.checkpoint import peft
+from jmx.checkpoint import CheckpointError, peft
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.experts import MeshAxes
 from jmx.models import hub
@@ -141,8 +141,12 @@ def file_source(
     family = family_of(path)
     if format is None and (source := family.reader(path)) is not None:
         return source
+    config = family.read_config(path)
+    if not family.experts(config):
+        number = config.num_hidden_layers
+        raise CheckpointError(path / "config.json", f"must have a layer with experts, but all {number} are dense")
     checkpoint = Checkpoint(path, format=format, gate_up_order=family.gate_up_order, **options)
-    config, stored = _untied(checkpoint, family.read_config(path))
+    config, stored = _untied(checkpoint, config)
     more = {}
     if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
         more[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)
@@ -288,7 +292,7 @@ def fill[M: Model](
                 if isinstance(experts, FloatExperts) and model.qat is None:
                     experts = experts_of(experts, model.dtype)
                 if isinstance(experts, jmx.Experts):
-                    experts = _with_biases_in(model.dtype, experts)
+                    experts = with_biases_in(model.dtype, experts)
                     experts = experts if model.split is None else _over(model.split, experts)
                 block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
                 if adapters is not None and number in adapters.layers:
@@ -307,7 +311,7 @@ def _order(model: Model, source: Source) -> list[int | str]:
     return order
 
 
-def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Experts:
+def with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Experts:
     biases = {name: array.astype(dtype) for name, array in experts.arrays().items() if name.endswith("_bias")}
     return experts.with_arrays(experts.arrays() | biases)
 

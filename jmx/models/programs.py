@@ -54,7 +54,7 @@ class Program:
     ):
         self.jitted = jax.jit(function, donate_argnames=tuple(donate), static_argnames=tuple(static))
         self._weights = [_abstract(array) for array in weights]
-        self._identity, self._store = f"{identity} {_signature(self._weights)}", store
+        self._identity, self._store = f"{identity} {signature(self._weights)}", store
         self._compiled: dict[Signature, Future[Compiled]] = {}
 
     def __call__(self, weights: Sequence[jax.Array], *arguments: Any, **static: Hashable) -> Any:
@@ -62,6 +62,10 @@ class Program:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((weights, arguments))):
             return self.jitted(weights, *arguments, **static)
         return self.compiled(*arguments, **static)(weights, *arguments)
+
+    def shapes(self, *arguments: Any, **static: Hashable) -> Any:
+        """The results for such arguments, as `jax.ShapeDtypeStruct`. Nothing is compiled."""
+        return self.jitted.eval_shape(self._weights, *jax.tree.map(_abstract, arguments), **static)
 
     def compiled(self, *arguments: Any, **static: Hashable) -> Callable[..., Any]:
         """The compiled program for such arguments, which takes the weights and the arguments that are not static."""
@@ -72,10 +76,10 @@ class Program:
 
         Returns when the function is lowered: XLA compiles it in another thread.
         """
-        signature = (_signature(arguments), *sorted(static.items()), tracing_context())
-        found = self._compiled.get(signature)
+        its = (signature(arguments), *sorted(static.items()), tracing_context())
+        found = self._compiled.get(its)
         if found is None or (found.done() and found.exception() is not None):  # a failure may be one of memory
-            found = self._compiled[signature] = self._start(signature, arguments, static)
+            found = self._compiled[its] = self._start(its, arguments, static)
         return found
 
     def _start(self, signature: Signature, arguments: Any, static: dict[str, Hashable]) -> Future[Compiled]:
@@ -149,7 +153,8 @@ def _sharding(array: jax.Array) -> jax.sharding.Sharding | None:
     return None if array.sharding.device_set == {default_device()} else array.sharding
 
 
-def _signature(tree: Any) -> Signature:
+def signature(tree: Any) -> Signature:
+    """What of a pytree of arrays, or of `jax.ShapeDtypeStruct`, programs depend on."""
     leaves, treedef = jax.tree.flatten(tree)
     abstract = map(_abstract, leaves)
     return (treedef, *((leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type) for leaf in abstract))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import uvicorn
 
 from jmx.serving.api import Service, make_app
+from jmx.serving.api.rehearsal import rehearse
 from jmx.serving.client import EngineClient
 
 # How many connections may be open and idle besides those of requests.
@@ -89,6 +90,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     client.start()
+    await rehearse(service)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     waits = [asyncio.ensure_future(event.wait()) for event in (asked_to_end, client.ended)]
     try:

@@ -1,5 +1,6 @@
 """The engine's process: launching a step holds Python's lock, which would delay what the HTTP server does."""
 
+import os
 import signal
 import time
 import traceback
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmx.models.communication import CommunicationError
 from jmx.serving.engine import Engine, Generate, Output
 
 # Seconds between two reports of what the engine does, while it is busy.
@@ -97,6 +99,8 @@ def run(connection: Connection, make_engine: MakeEngine) -> None:
     except Exception as error:
         traceback.print_exc()
         connection.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        if isinstance(error, CommunicationError):  # threads wait for devices, and would keep the process
+            os._exit(1)
 
 
 def _serve(connection: Connection, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""How families/ was made: by torch 2.13 and transformers 5.23, on a CPU.
+"""How families/ was made: by torch 2.13 and transformers 5.23 (`*_yarn`: 2.14 and 5.24), on a CPU.
 
     python tests/data/make_models.py tests/data/families
 
@@ -49,8 +49,11 @@ OLMOE = {"num_experts": 6, "intermediate_size": 32}
 GLM = {"n_routed_experts": 8, "intermediate_size": 48, "moe_intermediate_size": 32, "head_dim": 16}
 
 
-def rope(theta: float, **others: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **others}}
+def rope(theta: float, rope_type: str = "default", **others: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **others}}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.5}
 
 
 # By folder: the classes, and the config. A family's second model has what its first one lacks.
@@ -93,6 +96,12 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
         | rope(1e4, partial_rotary_factor=0.25)
         | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2, "first_k_dense_replace": 0}
         | {"num_experts_per_tok": 3, "tie_word_embeddings": True, "moe_intermediate_size": 24},
+    ),
+    "mixtral_yarn": (MixtralConfig, MixtralForCausalLM, MIXTRAL | rope(1e4, "yarn", **YARN) | {"head_dim": 16}),
+    "glm4_moe_yarn": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        GLM | rope(1e4, "yarn", partial_rotary_factor=0.5, mscale=1.0, mscale_all_dim=0.5, **YARN),
     ),
 }
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
+from jmx.checkpoint.model_configs.yarn import Yarn, read_yarn
+from jmx.checkpoint.shards import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,7 @@ class DecoderConfig:
         num_attention_heads: heads of attention.
         rms_norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
+        yarn: how rotary positions are stretched; None: they are not.
         tie_word_embeddings: whether the embedding is also the unembedding.
         eos_token_ids: ids that end a generation, from config.json and generation_config.json; may be empty.
     """
@@ -36,6 +39,7 @@ class DecoderConfig:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
+    yarn: Yarn | None = None
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
@@ -51,14 +55,15 @@ def sizes(*values: int) -> dict[str, Any]:
     return dict(zip(_SIZES, values, strict=True))
 
 
-def decoder_fields(entries: DecoderEntries, *rope_types: str) -> dict[str, Any]:
+def decoder_fields(entries: DecoderEntries) -> dict[str, Any]:
     """The fields of `DecoderConfig`, except `dense_layers`, `norm_topk_prob` and those of the experts' number and size.
-
-    `rope_types` are those that rotary positions may have, by default only plain ones.
 
     Raises:
         CheckpointError: a key is missing, has a value of another type or out of range, or would make it another model.
     """
+    theta, yarn = entries.rope_number("rope_theta"), read_yarn(entries)
+    if yarn is not None and theta <= 1:
+        raise CheckpointError(entries.file, f"`rope_theta` (={theta}) must be above 1 for YaRN")
     return {
         "num_hidden_layers": entries.layers(),
         "hidden_size": entries.size("hidden_size"),
@@ -67,7 +72,8 @@ def decoder_fields(entries: DecoderEntries, *rope_types: str) -> dict[str, Any]:
         "num_attention_heads": entries.size("num_attention_heads"),
         "vocab_size": entries.size("vocab_size"),
         "rms_norm_eps": entries.number("rms_norm_eps"),
-        "rope_theta": entries.rope_number("rope_theta", *rope_types),
+        "rope_theta": theta,
+        "yarn": yarn,
         "tie_word_embeddings": entries.flag("tie_word_embeddings"),
         "eos_token_ids": entries.eos_token_ids(),
     }

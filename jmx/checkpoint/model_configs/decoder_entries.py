@@ -10,6 +10,7 @@ from jmx.checkpoint.shards import CheckpointError, read_json
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+ROPE_TYPES = "default", "yarn"  # of rotary positions
 MOST_LAYERS = 1 << 20  # far beyond any model: a larger number is corrupt
 
 
@@ -82,27 +83,30 @@ class DecoderEntries(ConfigObject):
             raise CheckpointError(self.file, f"`num_hidden_layers` (={layers}) must be at most {MOST_LAYERS}")
         return layers
 
-    def rope_objects(self, *types: str) -> "dict[str, DecoderEntries]":
+    def rope_objects(self) -> "dict[str, DecoderEntries]":
         """The objects that describe rotary positions: `rope_scaling` in older files, `rope_parameters` in newer ones.
 
-        CheckpointError if one is of positions of none of these types. One that does not state a type is "default".
+        CheckpointError if one is of none of `ROPE_TYPES`, or has one for each type of layer. One that does not state a
+        type is "default".
         """
         found = {}
         for place in ("rope_scaling", "rope_parameters"):
             if not self.is_absent(place):
                 found[place] = rope = DecoderEntries(self.file, f"{self.place}.{place}", self.entries[place])
+                for key, value in rope.entries.items():
+                    if isinstance(value, dict):
+                        raise rope.error(key, "must not be an object: all layers have the same rotary positions")
                 for kind in ("rope_type", "type"):
-                    rope.one_of(kind, types, "default")
+                    rope.one_of(kind, ROPE_TYPES, "default")
         return found
 
-    def rope_number(self, key: str, *types: str) -> float:
+    def rope_number(self, key: str) -> float:
         """A number of rotary positions, from the config or its objects for these.
 
-        CheckpointError if these are of positions of none of these types, by default plain ones, or differ in the
-        number.
+        CheckpointError if these are of positions of none of `ROPE_TYPES`, or differ in the number.
         """
         found: dict[str, float] = {}
-        for place, rope in self.rope_objects(*types or ("default",)).items():
+        for place, rope in self.rope_objects().items():
             if not rope.is_absent(key):
                 found[place] = rope.number(key)
         if not self.is_absent(key) or not found:

@@ -8,8 +8,8 @@ from typing import Any
 from jmx.checkpoint.model_configs.decoder_config import decoder_fields, sizes
 from jmx.checkpoint.model_configs.decoder_entries import FILE, DecoderEntries
 from jmx.checkpoint.model_configs.grouped_experts import GroupedExpertsConfig, check_groups, grouped_experts_fields
-from jmx.checkpoint.model_configs.yarn import Yarn, read_yarn
-from jmx.checkpoint.shards import CheckpointError, read_json
+from jmx.checkpoint.model_configs.yarn import Yarn
+from jmx.checkpoint.shards import read_json
 
 # Defaults of keys that configs may lack, by `model_type`, from transformers' DeepseekV3Config and DeepseekV2Config. No
 # config states `latent_norm_eps`; it is 1e-6 in DeepSeek's published code, whatever `rms_norm_eps` is.
@@ -70,7 +70,6 @@ class Config(GroupedExpertsConfig):
         attention_bias: whether the projections to latents and of the result have biases.
         latent_norm_eps: added to the mean square in RMSNorm of latents.
         rope_interleave: whether a rotated pair is two neighboring channels.
-        yarn: how rotary positions are stretched; None: they are not.
     """
 
     q_lora_rank: int | None
@@ -83,7 +82,6 @@ class Config(GroupedExpertsConfig):
     latent_norm_eps: float = _V3["latent_norm_eps"]
     rope_theta: float = _V3["rope_theta"]
     rope_interleave: bool = True
-    yarn: Yarn | None
 
 
 _HEADS: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -147,7 +145,7 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     for key, values in ({"hidden_act": ("silu",)} | _SUPPORTED[model_type]).items():
         if not entries.is_absent(key):
             entries.one_of(key, values)
-    common = decoder_fields(entries, "default", "yarn")
+    common = decoder_fields(entries)
     method = entries.entries.get("topk_method") or entries.defaults["topk_method"]
     config = Config(
         **common,
@@ -167,7 +165,6 @@ def read_config(path: str | os.PathLike[str]) -> Config:
         attention_bias=entries.flag("attention_bias"),
         latent_norm_eps=entries.defaults["latent_norm_eps"],
         rope_interleave=entries.flag("rope_interleave"),
-        yarn=read_yarn(entries),
     )
     _check(entries, config)
     return config
@@ -200,6 +197,4 @@ def _check(entries: DecoderEntries, config: Config) -> None:
     must("qk_head_dim", entries.size("qk_head_dim", whole) == whole, f"must be {its_sum}")
     has_query_latent = config.q_lora_rank is not None
     must("attention_bias", has_query_latent or not config.attention_bias, "must be false without a `q_lora_rank`")
-    if config.yarn is not None and config.rope_theta <= 1:
-        raise CheckpointError(entries.file, f"`rope_theta` (={config.rope_theta}) must be above 1 for YaRN")
     check_groups(entries, config)

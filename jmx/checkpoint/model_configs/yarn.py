@@ -57,7 +57,7 @@ def read_yarn(entries: DecoderEntries) -> Yarn | None:
             `mscale` without `mscale_all_dim`, or the reverse, which DeepSeek's code and transformers read differently;
             a stated `attention_factor`; two objects that differ.
     """
-    found = [_parse(rope) for rope in entries.rope_objects("default", "yarn").values()]
+    found = [_parse(rope) for rope in entries.rope_objects().values()]
     if len({*found}) > 1:
         raise CheckpointError(entries.file, f"`rope_scaling` and `rope_parameters` must agree, but are {found}")
     return found[0] if found else None

@@ -25,7 +25,8 @@ class Glm4MoE(grouped_experts.GroupedExpertsModel):
         return Attention(self.config, window=None, **_attention(self.config), dtype=self.dtype, rngs=rngs)
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_angles(positions, self.config.rotary_dim, self.config.rope_theta)
+        config = self.config
+        return rope_angles(positions, config.rotary_dim, config.rope_theta, config.yarn)
 
 
 def _attention(config: configs.Config) -> dict[str, Any]:

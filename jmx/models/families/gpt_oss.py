@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 
 import jmx
@@ -13,7 +12,6 @@ from jmx.checkpoint.model_configs.gpt_oss import PUBLISHED, SLIDING
 from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
 from jmx.models.families.family import Family
-from jmx.models.rope import rope_angles
 
 
 class GptOss(Model):
@@ -30,10 +28,6 @@ class GptOss(Model):
         config, bias = self.config, self.config.attention_bias
         window = config.sliding_window if config.layer_types[layer] == SLIDING else None
         return Attention(config, window=window, qkv_bias=bias, out_bias=bias, sinks=True, dtype=self.dtype, rngs=rngs)
-
-    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config = self.config
-        return rope_angles(positions, config.head_dim, config.rope_theta, config.yarn)
 
     def moe_options(self) -> dict[str, Any]:
         config = self.config

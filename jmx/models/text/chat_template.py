@@ -62,6 +62,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
+        whole: bool = False,
     ) -> str:
         """The prompt of messages, such as `{"role": "user", "content": "Hello"}`.
 
@@ -71,22 +72,34 @@ class ChatTemplate:
             add_generation_prompt: whether the prompt ends with what begins an answer.
             variables: further ones of the template, such as `reasoning_effort`: values of JSON.
             now: the time that the template reads; by default that of the call.
+            whole: whether each message but the assistant's, each call, and each tool, in OpenAI's form, must be in the
+                prompt.
 
         Raises:
             TypeError: `messages`, `tools` or `variables` have values that JSON lacks.
-            ValueError: the template is wrong, rejects the messages, or needs too much memory or time.
+            ValueError: the template is wrong, rejects the messages, needs too much memory or time, or with `whole`
+                leaves something out.
             ImportError: minijinja is not installed.
         """
         own = {"messages": messages, "tools": tools}
         given = json.loads(json.dumps({**(variables or {}), **own}, default=_reject))
         context = {**self.special_tokens, **given, "documents": None, "add_generation_prompt": add_generation_prompt}
         source = self._source(tools is not None)
+        marked, marks = _marked(given["messages"], given["tools"]) if whole else ({}, {})
+        contexts = [context, *([{**context, **marked}] if marks else [])]
         try:
-            return template_process.render(source, context, now or datetime.now())
+            prompt, *checked = template_process.render(source, contexts, now or datetime.now())
+            if isinstance(prompt, ValueError):
+                raise prompt
+            for its in checked:
+                missing = [what for mark, what in marks.items() if isinstance(its, str) and mark not in its]
+                if missing:
+                    raise ValueError(f"it leaves out {missing[0]}")
         except ImportError as error:
             raise ImportError("a chat template needs the minijinja package: pip install 'jmx-moe[hf]'") from error
         except ValueError as error:
             raise ValueError(f"the chat template in {self.file} cannot be applied: {error}") from error
+        return prompt
 
     def _source(self, with_tools: bool) -> str:
         name = _WITH_TOOLS if with_tools and _WITH_TOOLS in self.sources else _DEFAULT
@@ -98,6 +111,36 @@ class ChatTemplate:
         for tag, replacement in _GENERATION.items():
             source = tag.sub(replacement, source)
         return source
+
+
+def _marked(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Messages and tools with marks in place of texts and of functions' names, and what each mark is in place of.
+
+    Of an assistant's texts there are none: templates leave thoughts out, and what was said before calls.
+    """
+    marks: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        marks[its := f"mark{len(marks)}ed"] = what
+        return its
+
+    def named(its: Mapping[str, Any], what: str) -> dict[str, Any]:
+        return {**its, "function": {**its["function"], "name": mark(what)}}
+
+    found = []
+    for number, message in enumerate(messages):
+        its, name, role = dict(message), f"`messages[{number}]`", message["role"]
+        if role != "assistant" and isinstance(its["content"], str) and its["content"].strip():
+            its["content"] = mark(f"{name} (of the role {role!r})")
+        if its.get("tool_calls"):
+            its["tool_calls"] = [
+                named(call, f"`{name[1:-1]}.tool_calls[{at}]`") for at, call in enumerate(its["tool_calls"])
+            ]
+        found.append(its)
+    functions = None if tools is None else [named(tool, f"`tools[{at}]`") for at, tool in enumerate(tools)]
+    return {"messages": found, "tools": functions}, marks
 
 
 def _reject(value: Any) -> None:

@@ -19,23 +19,26 @@ MEMORY = 1 << 30  # bytes of address space
 SECONDS = 10.0
 
 
-def render(source: str, context: Mapping[str, Any], now: datetime) -> str:
-    """The text that a template makes of values of JSON.
+def render(source: str, contexts: Sequence[Mapping[str, Any]], now: datetime) -> list[str | ValueError]:
+    """The texts that a template makes of values of JSON, in one process, which takes longer to start than a text.
 
     Args:
         source: the template.
-        context: its variables.
+        contexts: its variables, for each text.
         now: the time that it reads.
 
+    Returns:
+        For each context a text, or a ValueError, of one line, if the template is wrong, rejects its variables or needs
+        more than `FUEL`.
+
     Raises:
-        ValueError: the template is wrong, rejects its variables, or needs more than there is: `FUEL`, `MEMORY`,
-            `SECONDS`. The message is one line.
+        ValueError: all need more than there is: `MEMORY`, `SECONDS`. The message is one line.
         ImportError: minijinja is not installed.
     """
     import minijinja
 
     packages = str(Path(minijinja.__file__).parents[1])
-    asked = json.dumps({"packages": packages, "source": source, "context": context, "now": now.isoformat()})
+    asked = json.dumps({"packages": packages, "source": source, "contexts": contexts, "now": now.isoformat()})
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", __file__],
@@ -50,10 +53,7 @@ def render(source: str, context: Mapping[str, Any], now: datetime) -> str:
     if done.returncode:  # an allocation that fails ends the process
         last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"it must do with {MEMORY >> 20} MiB of memory ({last})")
-    answer = json.loads(done.stdout)
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    return answer["text"]
+    return [its["text"] if "text" in its else ValueError(its["error"]) for its in json.loads(done.stdout)]
 
 
 def _main() -> None:
@@ -62,14 +62,18 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     asked = json.loads(sys.stdin.buffer.read())
     sys.path.append(asked["packages"])
+    environment = _environment(datetime.fromisoformat(asked["now"]))
+    sys.stdout.write(json.dumps([_rendered(environment, asked["source"], its) for its in asked["contexts"]]))
+
+
+def _rendered(environment: Any, source: str, context: Mapping[str, Any]) -> dict[str, str]:
+    """The text of one context, or why there is none."""
     from minijinja import TemplateError
 
     try:
-        environment = _environment(datetime.fromisoformat(asked["now"]))
-        answer = {"text": environment.render_str(asked["source"], None, **asked["context"])}
+        return {"text": environment.render_str(source, None, **context)}
     except (TemplateError, ValueError, TypeError) as error:  # the others: of values that a template gives to a filter
-        answer = {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
-    sys.stdout.write(json.dumps(answer))
+        return {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
 
 
 def _environment(now: datetime) -> Any:

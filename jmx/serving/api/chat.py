@@ -1,77 +1,17 @@
 """`/v1/chat/completions`: an answer to a conversation, by the checkpoint's chat template."""
 
-import json
 import uuid
 from typing import Any
 
+from jmx.serving.api import messages
 from jmx.serving.api.answer import Piece, parser_of
-from jmx.serving.api.errors import ApiError
+from jmx.serving.api.errors import ApiError, bad_request
 from jmx.serving.api.fields import Field, flag, integer, json_object, list_of, only, read, record, text
 from jmx.serving.api.generation import DrawnToken, Generation, Update, max_new_tokens
 from jmx.serving.api.sampling_fields import SHARED, check_streaming
 from jmx.serving.api.service import Service
 from jmx.serving.engine.guide import check_schema
 from jmx.serving.engine.request import TOP_LOGPROBS
-
-_MOST_MESSAGES, _MOST_TOOLS = 4096, 128
-
-
-def _content(name: str, value: Any) -> str:
-    """A text, or a list of parts that are texts."""
-    if isinstance(value, str):
-        return text(name, value)
-    part = record({"type": Field(only("text", why="the model reads text")), "text": Field(text)}, ("type", "text"))
-    return "".join(item["text"] for item in list_of(part, _MOST_MESSAGES)(name, value))
-
-
-def _arguments(name: str, value: Any) -> Any:
-    """Arguments of a call, a text of JSON, as a template gets them: an object."""
-    try:
-        return json_object(name, json.loads(text(name, value)))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{name}` must be an object of JSON, as text") from error
-
-
-_FUNCTION = record({"name": Field(text), "arguments": Field(_arguments)}, ("name", "arguments"))
-_CALL = record({"id": Field(text), "type": Field(only("function")), "function": Field(_FUNCTION)}, ("function",))
-_FIELDS_OF_MESSAGE = record(
-    {
-        "role": Field(only("system", "developer", "user", "assistant", "tool")),
-        "content": Field(_content),
-        "name": Field(text),
-        "reasoning_content": Field(text),
-        "tool_calls": Field(list_of(_CALL, _MOST_TOOLS)),
-        "tool_call_id": Field(text),
-        "refusal": Field(text),
-    },
-    ("role",),
-)
-
-
-def _message(name: str, value: Any) -> dict[str, Any]:
-    """A message as a template gets it: without what is not given, but with content."""
-    found = {key: its for key, its in _FIELDS_OF_MESSAGE(name, value).items() if its is not None}
-    if found["role"] != "assistant" and "content" not in found:
-        raise ValueError(f"`{name}` (of the role {found['role']!r}) must have `content`")
-    return {"content": ""} | found
-
-
-_SCHEMA = {
-    "name": Field(text),
-    "description": Field(text, ""),
-    "parameters": Field(json_object, {"type": "object", "properties": {}}),
-    "strict": Field(only(False, why="arguments are not forced to fit"), False),
-}
-_FUNCTION_OF_TOOL = Field(record(_SCHEMA, ("name",)))
-_FIELDS_OF_TOOL = record({"type": Field(only("function")), "function": _FUNCTION_OF_TOOL}, ("type", "function"))
-
-
-def _tool(name: str, value: Any) -> dict[str, Any]:
-    """A function as a template gets it."""
-    found = _FIELDS_OF_TOOL(name, value)
-    del found["function"]["strict"]  # some templates print all that there is
-    return found
-
 
 _JSON_SCHEMA = {
     "name": Field(text),
@@ -88,15 +28,17 @@ _FORMAT = record(
 )
 
 FIELDS = SHARED | {
-    "messages": Field(list_of(_message, _MOST_MESSAGES)),
+    "messages": Field(list_of(messages.message, messages.MOST_MESSAGES)),
     "max_tokens": Field(integer(1, 2**31 - 1)),
     "max_completion_tokens": Field(integer(1, 2**31 - 1)),
     "logprobs": Field(flag, False),
     "top_logprobs": Field(integer(0, TOP_LOGPROBS), 0),
-    "tools": Field(list_of(_tool, _MOST_TOOLS), []),
+    "tools": Field(list_of(messages.tool, messages.MOST_TOOLS), []),
     "tool_choice": Field(only("auto", "none", why="calls are not forced"), "auto"),
     "parallel_tool_calls": Field(flag, True),
     "reasoning_effort": Field(only("low", "medium", "high")),
+    "modalities": Field(only(["text"], why="the model writes text")),
+    "chat_template_kwargs": Field(json_object, {}),
     "response_format": Field(_FORMAT, {"type": "text", "json_schema": None}),
 }
 
@@ -117,7 +59,16 @@ class Chat:
         most = max_new_tokens(service, "messages", len(ids), *limit, None)
         parser, grammar = parser_of(service.tokenizer, prompt), self._grammar()
         self.generation = Generation(
-            service, ids, values, parser, most, values["logprobs"], salt, grammar, parser.kind == "reasoning"
+            service,
+            ids,
+            values,
+            parser,
+            most,
+            values["logprobs"],
+            salt,
+            grammar,
+            parser.kind == "reasoning",
+            None if values["parallel_tool_calls"] else 1,
         )
         self._tokenizer, self._calls, self._begun = service.tokenizer, 0, False
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -133,12 +84,18 @@ class Chat:
     def _prompt(self, service: Service) -> str:
         if service.template is None:
             raise ApiError(400, "the model has no chat template: it takes /v1/completions", "messages")
-        messages = self.values["messages"]
         tools = self.values["tools"] if self.values["tool_choice"] == "auto" else []
         effort = self.values["reasoning_effort"]
-        variables = {} if effort is None else {"reasoning_effort": effort}
+        asked = {"chat_template_kwargs": self.values["chat_template_kwargs"]}
+        asked |= {} if effort is None else {"reasoning_effort": {"reasoning_effort": effort}}
+        variables: dict[str, Any] = {}
+        for name, its in asked.items():
+            try:
+                variables |= messages.variables(service.template, name, its)
+            except ValueError as error:
+                raise bad_request(name, error) from error
         try:
-            return service.template.render(messages, tools=tools or None, variables=variables)
+            return messages.render(service.template, self.values["messages"], tools, variables)
         except (ValueError, TypeError) as error:
             reason = error.__cause__ or error  # without the template's path on this machine
             raise ApiError(400, f"`messages` must suit the chat template: {reason}", "messages") from error

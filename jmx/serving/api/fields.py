@@ -22,8 +22,8 @@ class Field:
 
 def read(body: Mapping[str, Any], fields: Mapping[str, Field], *, required: Sequence[str] = ()) -> dict[str, Any]:
     """The values of all fields. ApiError 400 for an unknown, a wrong or a missing one."""
-    for name in body:
-        if name not in fields:
+    for name, given in body.items():
+        if name not in fields and given is not None:
             near = difflib.get_close_matches(_short(name), fields, n=1)
             meant = f"; did you mean `{near[0]}`?" if near else ""
             raise ApiError(400, f"`{_short(name)}` is not a field of this request{meant}", _short(name))

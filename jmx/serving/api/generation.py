@@ -64,6 +64,7 @@ class Generation:
         salt: of the owner.
         grammar: that the content fits, or None.
         in_thoughts: whether the prompt ends within thoughts.
+        most_calls: of functions, after which the answer ends; None: the model's own number.
     """
 
     service: Service
@@ -75,12 +76,14 @@ class Generation:
     salt: bytes
     grammar: str | None = None
     in_thoughts: bool = False
+    most_calls: int | None = None
     usage: Usage = field(init=False)
 
     def __post_init__(self) -> None:
         self.usage = Usage(len(self.prompt))
         self._sampler: Sampler = sampler(self.values)
         self._stops = StopStrings(self.values["stop"])
+        self._calls = 0
         stop_ids = frozenset(self.values["stop_token_ids"])
         self.service.check_ids("stop_token_ids", [*stop_ids])
         self.service.check_ids("logit_bias", self.values["logit_bias"])
@@ -139,22 +142,28 @@ class Generation:
             if output.finish_reason == "length":
                 found = [*found, *self.parser.flush()]
             pieces += self._before_stop(found)
-            if self._stops.found is not None:
+            if self._has_ended:
                 return Update(pieces, tokens, "stop")
             if output.finish_reason is not None:
                 pieces += [Piece("content", rest)] if (rest := self._stops.flush()) else []
                 return Update(pieces, tokens, "length" if output.finish_reason == "length" else "stop")
         return Update(pieces, tokens, None)
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether there was a stop string, or one call more than there may be."""
+        return self._stops.found is not None or (self.most_calls is not None and self._calls > self.most_calls)
+
     def _before_stop(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces, of which content ends at a stop string."""
+        """The pieces, of which content ends at a stop string, and calls with the last that there may be."""
         found = []
         for piece in pieces:
+            self._calls += piece.kind == "call"
             if piece.kind == "content":
                 piece = Piece("content", self._stops.step(piece.text))
-            if piece.text:
+            if self._calls <= (self.most_calls or self._calls) and piece.text:
                 found.append(piece)
-            if self._stops.found is not None:
+            if self._has_ended:
                 break
         return found
 

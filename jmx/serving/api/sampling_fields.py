@@ -38,9 +38,17 @@ SHARED = {
     "stop_token_ids": Field(list_of(_IDS, 64), []),
     "ignore_eos": Field(flag, False),
     "stream": Field(flag, False),
-    "stream_options": Field(record({"include_usage": Field(flag, False)}), {}),
+    "stream_options": Field(
+        record({"include_usage": Field(flag, False), "include_obfuscation": Field(only(False), False)}), {}
+    ),
     "n": Field(only(1, why="send a request for each answer"), 1),
+    # What clients say about a request, which has no effect on its answer.
     "user": Field(text),
+    "safety_identifier": Field(text),
+    "prompt_cache_key": Field(text),
+    "metadata": Field(json_object),
+    "service_tier": Field(only("auto", "default")),
+    "store": Field(only(False, why="the server keeps no answers")),
 }
 
 

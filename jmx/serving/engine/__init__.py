@@ -4,6 +4,7 @@ from jmx.serving.engine.cache_size import automatic_cache_tokens
 from jmx.serving.engine.engine import Engine
 from jmx.serving.engine.guide import Guides
 from jmx.serving.engine.limits import Limits
+from jmx.serving.engine.programs import begin_programs
 from jmx.serving.engine.request import FinishReason, Generate, Output, TokenLogProbabilities
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "Output",
     "TokenLogProbabilities",
     "automatic_cache_tokens",
+    "begin_programs",
 ]

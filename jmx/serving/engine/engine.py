@@ -14,20 +14,24 @@ import numpy as np
 from jmx.models.decoder import Model
 from jmx.models.forward import Weights
 from jmx.models.program_store import ProgramStore
+from jmx.models.sampling import Sampler
 from jmx.models.token_rows import check_tokens
 from jmx.serving import scheduling
 from jmx.serving.engine.exported_step import ExportedStep, export_step
 from jmx.serving.engine.guide import Guide, Guides
-from jmx.serving.engine.limits import Limits, Pools
+from jmx.serving.engine.limits import Limits
 from jmx.serving.engine.programs import Programs
 from jmx.serving.engine.request import FinishReason, Generate, Output, TokenLogProbabilities
 from jmx.serving.engine.sampling import History, Level
+from jmx.serving.engine.sizes import Sizes
 from jmx.serving.engine.slots import Slots
-from jmx.serving.engine.step import Device, Inputs, Results
+from jmx.serving.engine.step import Device, Results
 from jmx.util.checks import check_instance, check_int
 
 # The load of experts is counted in one of so many steps.
 LOAD_PERIOD = 32
+# Requests of a warm-up: in its first calls a program makes CUDA graphs, and changes them as its memory moves.
+_REHEARSALS = 4
 
 
 @dataclass
@@ -91,32 +95,34 @@ class Engine:
         limits: of requests and of the cache, of all groups together.
         store: keeps compiled programs; None: nothing does.
         guides: for requests with a grammar; None: there are none of these.
+        programs: of `begin_programs`, with the same limits; those of another model are not used.
 
     Raises:
         ValueError: a cache too small for a request of each group of devices, or users that they do not divide evenly.
     """
 
     def __init__(
-        self, model: Model, limits: Limits, *, store: ProgramStore | None = None, guides: Guides | None = None
+        self,
+        model: Model,
+        limits: Limits,
+        *,
+        store: ProgramStore | None = None,
+        guides: Guides | None = None,
+        programs: Programs | None = None,
     ):
         check_instance("model", model, Model)
         self.limits: Limits = check_instance("limits", limits, Limits)
-        self._groups = 1 if model.split is None else model.split.ways("token")
-        self._of_group = limits.of_group(self._groups)
-        self._sizes, self._decode_sizes = self._of_group.sizes(), self._of_group.decode_sizes()
-        weights, pools = Weights.of(model), Pools.of(model)
-        self._of_model, self._pools, self._split = weights, pools, model.split
+        self._sizes = sizes = Sizes(model, limits)
+        weights = Weights.of(model)
+        self._of_model, self._split = weights, model.split
         self._weights, self._vocab_size = weights.arrays, model.config.vocab_size
-        settings = self._of_group.settings(pools.windows, self._groups)
-        self._settings, self._state = settings, scheduling.State.of(settings)
-        self._widths = [-(-limits.max_length // limits.page)] * len(pools.windows)
-        layers = [model.cache_layers(self._groups * (pages + 1), limits.page) for pages in settings.pages]
-        made = [layers[pool][number] for number, pool in enumerate(pools.of_layer)]
-        pages = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in made]
-        of_slots = jnp.zeros(limits.max_users, jnp.int32), History.empty(limits.max_users, self._vocab_size)
-        self._device = Device(pages, *model.whole(of_slots))
-        self._programs = Programs(weights, pools, model.split, limits.decode_steps, store)
-        self._slots = Slots(limits.max_users, self._widths)
+        self._settings, self._state = sizes.settings, scheduling.State.of(sizes.settings)
+        pages = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in sizes.pages]
+        self._device = Device(pages, *model.whole(sizes.slots()))
+        if programs is None or not programs.take(weights):
+            programs = Programs(weights, sizes.pools, model.split, limits.decode_steps, store)
+        self._programs = programs
+        self._slots = Slots(limits.max_users, sizes.widths)
         self._begin_slot = jax.jit(_begin_slot, donate_argnums=0)
         self._allow = jax.jit(_allow, donate_argnums=0)
         self._guides = guides
@@ -126,15 +132,21 @@ class Engine:
         self.statistics = Statistics()
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles the programs of all steps, side by side, and runs each once.
+        """Compiles the programs of all steps, side by side, runs each once, and serves a few requests of its own.
+
+        It comes before all requests.
 
         Args:
             progress: is called with the programs that are ready, and all of them.
+
+        Raises:
+            RuntimeError: there was a request.
         """
-        inputs = [self._padding(*size) for size in self._sizes]
-        decoded = [self._padding(rows, 0) for rows in self._decode_sizes]
-        self._programs.begin(inputs[::-1], decoded[::-1], self._device)
-        for number, its in enumerate((*decoded, *inputs), 1):
+        if not self.is_idle or self._state.arrived:
+            raise RuntimeError("`warm_up` must come before all requests")
+        inputs, decoded = self._sizes.inputs()
+        self._programs.begin(inputs, decoded, self._device)
+        for number, its in enumerate((*decoded, *reversed(inputs)), 1):
             if number <= len(decoded):
                 self._device, *results = self._programs.run_several(self._device, its, counts_load=True)
                 jax.block_until_ready(results)
@@ -145,6 +157,18 @@ class Engine:
             if progress is not None:
                 progress(number, len(decoded) + len(inputs))
         self._set_history(self.limits.max_users, (), (), ())
+        self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Serves requests as those of a lone user, one after the other, and forgets them."""
+        for number in range(_REHEARSALS):
+            new = min(2 * self.limits.decode_steps + 2, self.limits.max_length - 1)
+            prompt = (0,) * min(self.limits.prompt_tokens, self.limits.max_length - new)
+            sampler = Sampler(temperature=float(number % 2), seed=number)
+            self.submit(Generate(number, prompt, new, sampler, frozenset(), salt=str(number).encode()))
+            while not self.is_idle:
+                self.step()
+        self._state, self.statistics = scheduling.State.of(self._settings), Statistics()
 
     def export(self, rows: int, checks: Sequence[jax.export.DisabledSafetyCheck] = ()) -> ExportedStep:
         """A step of so many rows and no blocks, for processes without jmx's models; see `export_step`.
@@ -153,11 +177,9 @@ class Engine:
             rows: of each group of devices.
             checks: see `export_step`.
         """
-        inputs = self._padding(check_int("rows", rows, least=1, most=self._of_group.max_users), 0)
-        return export_step(self._of_model, self._pools.of_layer, self._split, self._device, inputs, checks)
-
-    def _padding(self, rows: int, blocks: int) -> Inputs:
-        return Inputs.padding(rows, blocks, self.limits.page, self._widths, self.limits.max_users, self._groups)
+        sizes = self._sizes
+        inputs = sizes.padding(check_int("rows", rows, least=1, most=sizes.of_group.max_users), 0)
+        return export_step(self._of_model, sizes.pools.of_layer, self._split, self._device, inputs, checks)
 
     def submit(self, request: Generate) -> None:
         """Adds a request, which waits for its turn.
@@ -225,10 +247,10 @@ class Engine:
         return [] if before is None else self._read(before)
 
     def _launch(self, plan: scheduling.Plan) -> _Launched:
-        sizes = self._sizes if plan.steps == 1 else [(count, 0) for count in self._decode_sizes]
+        sizes = self._sizes.single if plan.steps == 1 else self._sizes.several
         (most_rows, rows), (most_blocks, blocks) = self._numbered(plan.rows), self._numbered(plan.blocks)
         size = next(size for size in sizes if size[0] >= most_rows and size[1] >= most_blocks)
-        inputs, level, items = self._padding(*size), Level.GREEDY, (*plan.rows, *plan.blocks)
+        inputs, level, items = self._sizes.padding(*size), Level.GREEDY, (*plan.rows, *plan.blocks)
         places = [group * sum(size) + at for group, at in rows]
         places += [group * sum(size) + size[0] + at for group, at in blocks]
         drawing = [(place, item.id) for place, item in zip(places, items, strict=True) if item.draws]
@@ -258,7 +280,7 @@ class Engine:
 
     def _numbered(self, items: Sequence[scheduling.Tokens]) -> tuple[int, list[tuple[int, int]]]:
         """The most items of a group of devices; and of each one its group, and its number among those of the group."""
-        counts, found = [0] * self._groups, []
+        counts, found = [0] * self._sizes.groups, []
         for item in items:
             group = self._settings.group_of(item.slot)
             found.append((group, counts[group]))

@@ -82,6 +82,11 @@ class Inputs(NamedTuple):
         """B and M."""
         return self.row_tokens.shape[1], self.block_tokens.shape[1]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all groups, with padding."""
+        return self.row_tokens.size + self.block_tokens.size
+
     def by_group(self, array: Any) -> jax.Array:
         """An array (R, ...) as (G, B + M, ...)."""
         return jnp.asarray(array).reshape(len(self.row_tokens), -1, *array.shape[1:])
@@ -161,7 +166,8 @@ def decode_of(weights: Weights, pools: Sequence[int], steps: int) -> Callable[..
     once = pass_of(weights, pools)
 
     def run(arrays: list[jax.Array], pages: list[jax.Array], last: jax.Array, inputs: Inputs) -> Decoded:
-        into, whole = jnp.where(inputs.draws, inputs.slots, len(last)), weights.merge(arrays).whole
+        model: Model = weights.merge(arrays)
+        into, whole = jnp.where(inputs.draws, inputs.slots, len(last)), model.whole
 
         def step(carry: Any, number: jax.Array) -> Any:
             pages, last = carry
@@ -174,7 +180,8 @@ def decode_of(weights: Weights, pools: Sequence[int], steps: int) -> Callable[..
             return (pages, whole(last.at[into].set(drawn, mode="drop"))), (drawn, passed.router_logits)
 
         (pages, last), (drawn, router) = jax.lax.scan(step, (pages, last), jnp.arange(steps, dtype=jnp.int32))
-        return Decoded(pages, last, whole(Results(drawn, None)), router[-1])
+        router = router[-1] if model.split is None else model.split.place(router[-1], None, "token")
+        return Decoded(pages, last, whole(Results(drawn, None)), router)
 
     return run
 
@@ -209,18 +216,23 @@ def draw_of(split: ModelSplit | None) -> Callable[..., tuple[jax.Array, History,
 
 
 def load_of(weights: Weights) -> Callable[..., jax.Array]:
-    """The function that counts the tokens of each expert, int32 (layers, E): (arrays, router logits, inputs)."""
+    """The function that counts the tokens of each expert, int32 (layers, E): (arrays, router logits, inputs).
+
+    A loop over the layers, which route alike: one after the other they would take seconds to compile.
+    """
 
     def count(arrays: list[jax.Array], router_logits: jax.Array, inputs: Inputs) -> jax.Array:
         model, mask = weights.merge(arrays), _mask(inputs)
-        router_logits = model.whole(router_logits)
         moes: list[Any] = [layer.moe for layer in model.layers if hasattr(layer, "moe")]
-        found = []
-        for moe, logits in zip(moes, router_logits, strict=True):
-            bias = None if moe.correction_bias is None else moe.correction_bias[...]
-            routing = jmx.route(jmx.Logits(logits, moe.routing, bias), mask)
-            found.append(jmx.token_counts(routing, logits.shape[-1]))
-        return jnp.stack(found)
+        has_bias = moes[0].correction_bias is not None
+        biases = jnp.stack([moe.correction_bias[...] for moe in moes]) if has_bias else None
+
+        def of_layer(_: None, its: tuple[jax.Array, jax.Array | None]) -> tuple[None, jax.Array]:
+            logits, bias = its
+            routing = jmx.route(jmx.Logits(logits, moes[0].routing, bias), mask)
+            return None, jmx.token_counts(routing, logits.shape[-1])
+
+        return jax.lax.scan(of_layer, None, (model.whole(router_logits), biases))[1]
 
     return count
 
