@@ -136,3 +136,11 @@ def test_experts_under_unknown_names_are_refused_by_one_of_them(tmp_path):
     files = {key.replace("mlp.experts.", "moe.").replace("experts", "moe"): array for key, array in arrays.items()}
     with pytest.raises(CheckpointError, match=r"must hold tensors of experts, .* such as 'model\.layers\.0\.moe\.0\."):
         compressed_tensors.Reader(write(tmp_path / "moe", {k: np.asarray(a) for k, a in files.items()}, config))
+
+
+def test_gguf_is_named(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: the file is missing, and 'model\.gguf' beside it is GGUF"
+    ):
+        compressed_tensors.Reader(tmp_path)
