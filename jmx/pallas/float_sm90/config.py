@@ -29,6 +29,8 @@ class Config(BaseConfig):
     warpgroups_m: int
     num_stages: int
     section: int = 8
+    tiles_m: int = 1
+    fine: bool = False
     warpgroups_k: int = 1
 
     def __post_init__(self) -> None:
@@ -40,7 +42,12 @@ class Config(BaseConfig):
     @property
     def block_m(self) -> int:
         """Rows of a tile."""
-        return self.warpgroups_m * TILE
+        return self.warpgroups_m * self.warpgroup_rows
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of a warpgroup's tile."""
+        return self.tiles_m * TILE
 
     @property
     def stage_bytes(self) -> int:
@@ -48,10 +55,11 @@ class Config(BaseConfig):
         return (self.block_m + self.block_n) * TILE * ITEM_BYTES
 
 
-def deepest(block_n: int, warpgroups_m: int, section: int = 8) -> Config:
+def deepest(block_n: int, warpgroups_m: int, section: int = 8, tiles_m: int = 1) -> Config:
     """The configuration with as many stages as fit."""
-    one = Config(block_n, warpgroups_m, 1, section)
-    return Config(block_n, warpgroups_m, min(_MAX_STAGES, (SHARED_MEMORY - _BARRIER_BYTES) // one.stage_bytes), section)
+    one = Config(block_n, warpgroups_m, 1, section, tiles_m)
+    stages = min(_MAX_STAGES, (SHARED_MEMORY - _BARRIER_BYTES) // one.stage_bytes)
+    return Config(block_n, warpgroups_m, stages, section, tiles_m)
 
 
 def heuristic(columns: int, num_blocks: Callable[[int], float], num_cores: int) -> Config:

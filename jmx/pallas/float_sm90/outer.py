@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
 from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.product import SharedMemory
-from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, keep_rows, store
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, add_outer, keep_rows, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -32,6 +32,7 @@ from jmx.util.typing import Array, Float, Int32
 
 Scalar = Int32[Array, ""]
 _WIDTHS = (8, 16, 32, TILE)  # rows of a copy
+_SUMMED = (16, 32, 48, TILE)  # rows of a group's last product
 
 
 def outer(d: Float[Array, "R N"], rows: Float[Array, "R K"], groups: Groups, its: Launch) -> Float[Array, "E N K"]:
@@ -60,7 +61,7 @@ def _shared_memory(config: Config, dtype: Any) -> SharedMemory:
     """`rows` are those of d, one below the other for each warpgroup; `weights` the other rows."""
     stages = config.num_stages
     return SharedMemory(
-        plgpu.SMEM((stages, config.warpgroups_m, TILE, TILE), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((stages, config.warpgroups_m, TILE, config.warpgroup_rows), dtype, transforms=SWIZZLED),
         plgpu.SMEM((stages, TILE, config.block_n), dtype, transforms=SWIZZLED),
         plgpu.Barrier(num_barriers=stages, num_arrivals=1 + config.warpgroups_m),
         plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
@@ -122,7 +123,7 @@ class _Kernel:
         def copy(first: Any, width: int, m: Scalar, n: Scalar, slot: Scalar) -> None:
             del n
             for wm in range(self.config.warpgroups_m):
-                columns = pl.ds(m * self.config.block_m + wm * TILE, TILE)
+                columns = pl.ds(m * self.config.block_m + wm * self.config.warpgroup_rows, self.config.warpgroup_rows)
                 buffer = self.shared.rows.at[slot, wm, pl.ds(0, width)]
                 self.pipeline.copy(self.d.at[pl.ds(first, width), columns], buffer, slot)
 
@@ -147,10 +148,10 @@ class _Kernel:
             group, m, n = self.position(turn)
             count = self.num_stages(group)
             acc = pl.run_scoped(
-                partial(self._sum, warpgroup, group, count, slot), Accumulator((TILE, config.block_n), jnp.float32)
+                partial(self._sum, warpgroup, group, count, slot), Accumulator((config.warpgroup_rows, config.block_n), jnp.float32)
             )
             before = group * rows
-            first = before + m * config.block_m + warpgroup * TILE
+            first = before + m * config.block_m + warpgroup * config.warpgroup_rows
             store(self.out, acc, first, (before, before + rows), n * config.block_n, self.out.shape[2])
             return lax.rem(slot + count, config.num_stages)
 
@@ -161,21 +162,37 @@ class _Kernel:
         pipeline, shared = self.pipeline, self.shared
         aligned, start, end = (array[group] for array in self.groups)
 
-        def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            slot, before = slots
+        def operands(slot: Scalar, step: Scalar) -> tuple[Ref, Ref]:
+            """Both operands of a stage, once they are there."""
             pipeline.wait(slot)
             d, rows = shared.rows.at[slot, warpgroup], shared.weights.at[slot]
-            first = aligned + step * TILE
-            inside = start - first, end - first
-
+            inside = start - (aligned + step * TILE), end - (aligned + step * TILE)
             pl.when((inside[0] > 0) | (inside[1] < TILE))(lambda: keep_rows((d, rows), *inside))
+            return d, rows
 
+        def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+            slot, before = slots
+            d, rows = operands(slot, step)
             plgpu.wgmma(acc, d.transpose((1, 0)), rows)
             plgpu.wgmma_wait(1)
             pl.when(step > 0)(lambda: pipeline.release(before))
             return pipeline.next_slot(slot), slot
 
-        _, last = lax.fori_loop(0, count, stage, (slot, slot))
+        whole = count - 1 if self.config.fine else count
+        slot, before = lax.fori_loop(0, whole, stage, (slot, slot))
         plgpu.wgmma_wait(0)
-        pl.when(count > 0)(lambda: pipeline.release(last))
-        return acc[...]
+        pl.when(whole > 0)(lambda: pipeline.release(before))
+        total = acc[...]
+        if not self.config.fine:
+            return total
+
+        def last() -> Array:
+            d, rows = operands(slot, count - 1)
+            left = end - (aligned + (count - 1) * TILE)
+            index = lax.div(jnp.minimum(left, TILE) + 15, 16) - 1
+            branches = [partial(lambda width, total: add_outer(total, d, rows, width), width) for width in _SUMMED]
+            sums = lax.switch(index, branches, total)
+            pipeline.release(slot)
+            return sums
+
+        return lax.cond(count > 0, last, lambda: total)

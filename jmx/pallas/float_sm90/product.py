@@ -174,7 +174,7 @@ class _Kernel:
     def copy_rows(self) -> None:
         """Copies the rows of a block, rounded up to one of a few numbers; what is behind them is not stored."""
         pipeline, blocks = self.shared.pipeline(self.config), self.blocks
-        widths = tuple(width for width in (8, 16, 32, 64, 128, 192) if width <= self.config.block_m)
+        widths = tuple(width for width in (8, 16, 32, 64, 128, 192, 256) if width <= self.config.block_m)
 
         def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
             del column
@@ -199,22 +199,22 @@ class _Kernel:
         @pl.loop(0, self.share.num_items)
         def _(turn: Scalar) -> None:
             block, column = self.position(turn)
-            first = blocks.rows.aligned[block] + warpgroup * TILE
+            first = blocks.rows.aligned[block] + warpgroup * config.warpgroup_rows
             bounds = blocks.rows.starts[block], blocks.rows.ends[block]
-            used = first < bounds[1]
 
-            @pl.when(used)
-            def _() -> None:
+            def multiply(height: int) -> None:
+                if height == 0:
+                    pipeline.consume(self.share, turn, (), lambda carry, slot: carry)
+                    return
                 acc = pl.run_scoped(
-                    partial(self._sum, turn, warpgroup), Accumulator((TILE, config.block_n), jnp.float32)
+                    partial(self._sum, turn, warpgroup, height), Accumulator((height, config.block_n), jnp.float32)
                 )
                 store(self.out, acc, first, bounds, column * config.block_n, self.out.shape[1])
 
-            @pl.when(jnp.logical_not(used))
-            def _() -> None:
-                pipeline.consume(self.share, turn, (), lambda carry, slot: carry)
+            heights = tuple(range(0, config.warpgroup_rows + 1, TILE))
+            for_width(heights, jnp.maximum(bounds[1] - first, 0), multiply)
 
-    def _sum(self, turn: Scalar, warpgroup: Scalar, acc: Ref) -> Array:
+    def _sum(self, turn: Scalar, warpgroup: Scalar, height: int, acc: Ref) -> Array:
         """The sum of a work item's products. A stage is released when the product after it has begun."""
         pipeline, share, shared = self.shared.pipeline(self.config), self.share, self.shared
 
@@ -224,7 +224,7 @@ class _Kernel:
             weights = shared.weights.at[slot]
             plgpu.wgmma(
                 acc,
-                shared.rows.at[slot, pl.ds(warpgroup * TILE, TILE)],
+                shared.rows.at[slot, pl.ds(warpgroup * self.config.warpgroup_rows, height)],
                 weights if self.transposed else weights.transpose((1, 0)),
             )
             plgpu.wgmma_wait(1)
