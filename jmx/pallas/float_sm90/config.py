@@ -1,5 +1,6 @@
 """Sizes of the tiles of both kernels, and how they are chosen."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,8 @@ from jmx.pallas.sm90.tiles import TILE
 ITEM_BYTES = 2  # of an element of operands
 _BARRIER_BYTES = 2048  # an upper bound for barriers and alignment
 _MAX_STAGES = 8
+ROW_BYTES = 128  # of a row of a buffer of results
+BUFFERS = 2  # of each warpgroup: one is written while the other is copied
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,14 @@ class Config(BaseConfig):
     section: int = 8
     tiles_m: int = 1
     fine: bool = False
+    staged: bool = False
     warpgroups_k: int = 1
 
     def __post_init__(self) -> None:
         self.check_sizes("num_stages", "section")
         if self.block_n % TILE:
             raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of {TILE}")
-        check_stages(self, self.num_stages * self.stage_bytes + _BARRIER_BYTES)
+        check_stages(self, self.num_stages * self.stage_bytes + self.staged_bytes + _BARRIER_BYTES)
 
     @property
     def block_m(self) -> int:
@@ -50,16 +54,23 @@ class Config(BaseConfig):
         return self.tiles_m * TILE
 
     @property
+    def staged_bytes(self) -> int:
+        """Bytes of results that wait to be copied."""
+        return self.num_warpgroups * BUFFERS * TILE * ROW_BYTES if self.staged else 0
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of one stage."""
         return (self.block_m + self.block_n) * TILE * ITEM_BYTES
 
 
-def deepest(block_n: int, warpgroups_m: int, section: int = 8, tiles_m: int = 1) -> Config:
+def deepest(
+    block_n: int, warpgroups_m: int, section: int = 8, tiles_m: int = 1, fine: bool = False, staged: bool = False
+) -> Config:
     """The configuration with as many stages as fit."""
-    one = Config(block_n, warpgroups_m, 1, section, tiles_m)
-    stages = min(_MAX_STAGES, (SHARED_MEMORY - _BARRIER_BYTES) // one.stage_bytes)
-    return Config(block_n, warpgroups_m, stages, section, tiles_m)
+    one = Config(block_n, warpgroups_m, 1, section, tiles_m, fine, staged)
+    stages = min(_MAX_STAGES, (SHARED_MEMORY - one.staged_bytes - _BARRIER_BYTES) // one.stage_bytes)
+    return dataclasses.replace(one, num_stages=stages)
 
 
 def heuristic(columns: int, num_blocks: Callable[[int], float], num_cores: int) -> Config:

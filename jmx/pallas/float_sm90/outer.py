@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
 from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.product import SharedMemory
-from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, add_outer, keep_rows, store
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, add_outer, keep_rows, results, send, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -53,11 +53,11 @@ def outer(d: Float[Array, "R N"], rows: Float[Array, "R K"], groups: Groups, its
         specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_rows, kernel.copy_d)
 
     outputs = [jax.ShapeDtypeStruct(shape, its.dtype)]
-    kernel = persistent_kernel(body, "float_outer", config, num_cores, outputs, _shared_memory(config, rows.dtype))
+    kernel = persistent_kernel(body, "float_outer", config, num_cores, outputs, _shared_memory(config, rows.dtype, its.dtype))
     return launch(kernel, d, rows, groups)[0]
 
 
-def _shared_memory(config: Config, dtype: Any) -> SharedMemory:
+def _shared_memory(config: Config, dtype: Any, result: Any) -> SharedMemory:
     """`rows` are those of d, one below the other for each warpgroup; `weights` the other rows."""
     stages = config.num_stages
     return SharedMemory(
@@ -65,6 +65,7 @@ def _shared_memory(config: Config, dtype: Any) -> SharedMemory:
         plgpu.SMEM((stages, TILE, config.block_n), dtype, transforms=SWIZZLED),
         plgpu.Barrier(num_barriers=stages, num_arrivals=1 + config.warpgroups_m),
         plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
+        results(config, result),
     )
 
 
@@ -142,7 +143,7 @@ class _Kernel:
 
     def consume(self, warpgroup: Scalar) -> None:
         """Computes the tiles of a consumer warpgroup."""
-        config, rows = self.config, self.out.shape[1]
+        config = self.config
 
         def item(turn: Scalar, slot: Scalar) -> Scalar:
             group, m, n = self.position(turn)
@@ -150,12 +151,29 @@ class _Kernel:
             acc = pl.run_scoped(
                 partial(self._sum, warpgroup, group, count, slot), Accumulator((config.warpgroup_rows, config.block_n), jnp.float32)
             )
-            before = group * rows
-            first = before + m * config.block_m + warpgroup * config.warpgroup_rows
-            store(self.out, acc, first, (before, before + rows), n * config.block_n, self.out.shape[2])
+            self._store(acc, group, m * config.block_m + warpgroup * config.warpgroup_rows, n * config.block_n)
             return lax.rem(slot + count, config.num_stages)
 
         lax.fori_loop(0, self.share.num_items, item, jnp.int32(0))
+        if config.staged:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _store(self, acc: Array, group: Scalar, row: Scalar, column: Scalar) -> None:
+        """Writes a tile of a group's result."""
+        _, rows, columns = self.out.shape
+        buffers = self.shared.results
+        if buffers is None:
+            before = group * rows
+            store(self.out, acc, before + row, (before, before + rows), column, columns)
+            return
+
+        def copy(piece: Ref, down: int, right: int) -> None:
+            @pl.when((row + down < rows) & (column + right < columns))
+            def _() -> None:
+                there = self.out.at[group, pl.ds(row + down, piece.shape[0]), pl.ds(column + right, piece.shape[1])]
+                plgpu.copy_smem_to_gmem(piece, there, commit_group=False)
+
+        send(buffers.at[lax.axis_index("warpgroup")], acc, copy)
 
     def _sum(self, warpgroup: Scalar, group: Scalar, count: Scalar, slot: Scalar, acc: Ref) -> Array:
         """The sum of a work item's products. A stage is released when the product after it has begun."""

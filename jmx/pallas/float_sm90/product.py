@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks
 from jmx.pallas.float_sm90.config import Config, Launch
-from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, results, send, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -66,7 +66,7 @@ def product(
 
     name = "float_transposed" if transposed else "float"
     outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
-    shared = SharedMemory.of(config, rows.dtype, transposed=transposed)
+    shared = SharedMemory.of(config, rows.dtype, its.dtype, transposed=transposed)
     return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
 
 
@@ -82,9 +82,10 @@ class SharedMemory(NamedTuple):
     weights: Ref
     full_barriers: Ref
     empty_barriers: Ref
+    results: Ref
 
     @classmethod
-    def of(cls, config: Config, dtype: Any, *, transposed: bool) -> "SharedMemory":
+    def of(cls, config: Config, dtype: Any, result: Any, *, transposed: bool) -> "SharedMemory":
         stages, block_n = config.num_stages, config.block_n
         weights = (TILE, block_n) if transposed else (block_n, TILE)
         return cls(
@@ -92,6 +93,7 @@ class SharedMemory(NamedTuple):
             plgpu.SMEM((stages, *weights), dtype, transforms=SWIZZLED),
             plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
+            results(config, result),
         )
 
     def pipeline(self, config: Config) -> Pipeline:
@@ -209,10 +211,31 @@ class _Kernel:
                 acc = pl.run_scoped(
                     partial(self._sum, turn, warpgroup, height), Accumulator((height, config.block_n), jnp.float32)
                 )
-                store(self.out, acc, first, bounds, column * config.block_n, self.out.shape[1])
+                self._store(acc, first, bounds, column * config.block_n)
 
             heights = tuple(range(0, config.warpgroup_rows + 1, TILE))
             for_width(heights, jnp.maximum(bounds[1] - first, 0), multiply)
+
+        if config.staged:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _store(self, acc: Array, first: Scalar, bounds: tuple[Scalar, Scalar], column: Scalar) -> None:
+        """Writes a tile's results, by copies where all rows of a piece are inside `bounds`."""
+        buffers = self.shared.results
+        if buffers is None:
+            store(self.out, acc, first, bounds, column, self.out.shape[1])
+            return
+        inside = (first >= bounds[0]) & (first + acc.shape[0] <= bounds[1])
+        first = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+        def copy(piece: Ref, row: int, at: int) -> None:
+            @pl.when(column + at < self.out.shape[1])
+            def _() -> None:
+                there = self.out.at[pl.ds(first + row, piece.shape[0]), pl.ds(column + at, piece.shape[1])]
+                plgpu.copy_smem_to_gmem(piece, there, commit_group=False)
+
+        pl.when(inside)(lambda: send(buffers.at[lax.axis_index("warpgroup")], acc, copy))
+        pl.when(jnp.logical_not(inside))(lambda: store(self.out, acc, first, bounds, column, self.out.shape[1]))
 
     def _sum(self, turn: Scalar, warpgroup: Scalar, height: int, acc: Ref) -> Array:
         """The sum of a work item's products. A stage is released when the product after it has begun."""

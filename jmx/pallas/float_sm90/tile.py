@@ -6,7 +6,7 @@ them 64.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jmx.pallas.float_sm90.config import BUFFERS, ROW_BYTES, Config
 from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import accumulator, sums_of
 from jmx.pallas.sm90.mlir import constant, utils
@@ -71,6 +72,32 @@ def store(
                 utils.inline_ptx(text, address, *words, there, has_side_effects=True)
 
     body(out, acc, first, *bounds, column)
+
+
+def results(config: Config, dtype: Any) -> Any:
+    """The type of the buffers of all warpgroups that `send` writes, or None."""
+    if not config.staged:
+        return None
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM((config.num_warpgroups, BUFFERS, TILE, columns), dtype, transforms=transforms)
+
+
+def send(buffers: Ref, acc: Float32[Array, "m n"], copy: Callable[[Ref, int, int], None]) -> None:
+    """Writes a tile to shared memory, piece by piece, from where `copy` copies each to global memory.
+
+    `copy` takes a piece, and the row and the column of the tile where it begins. Copies are in flight when this
+    returns.
+    """
+    number, height, width = buffers.shape
+    pieces = itertools.product(range(0, acc.shape[0], height), range(0, acc.shape[1], width))
+    for nth, (row, column) in enumerate(pieces):
+        buffer = buffers.at[nth % number]
+        plgpu.wait_smem_to_gmem(number - 1, wait_read_only=True)
+        buffer[...] = acc[row : row + height, column : column + width].astype(buffer.dtype)
+        plgpu.commit_smem()
+        copy(buffer, row, column)
+        plgpu.commit_smem_to_gmem_group()
 
 
 def _times(value: ir.Value, factor: int) -> ir.Value:
