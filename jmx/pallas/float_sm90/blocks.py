@@ -1,6 +1,7 @@
 """Groups of rows as blocks of at most `block_m` rows that begin where TMA can read: at a multiple of 8 rows."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +52,26 @@ class RowBlocks(NamedTuple):
     @classmethod
     def of(cls, every: Groups, num_rows: int, block_m: int) -> "RowBlocks":
         """Blocks of all groups, of at most `num_rows` rows together."""
-        needed = jnp.where(every.ends > every.starts, -(-(every.ends - every.aligned) // block_m), 0)
+        return cls._of(every, num_rows, block_m, lambda rows, number: jnp.full_like(rows, block_m))
+
+    @classmethod
+    def fitted(cls, every: Groups, num_rows: int, most: int) -> "RowBlocks":
+        """Blocks of at most `most` rows, a multiple of 8; those of a group have as many each, a multiple of 8, but the
+        last one, which may have less."""
+        return cls._of(every, num_rows, most, lambda rows, number: -(-rows // (8 * jnp.maximum(number, 1))) * 8)
+
+    @classmethod
+    def _of(cls, every: Groups, num_rows: int, most: int, size: Callable[[Any, Any], Any]) -> "RowBlocks":
+        """`size`: from each group's rows, from where they are read, and its number of blocks, to rows of a block."""
+        rows = every.ends - every.aligned
+        needed = jnp.where(every.ends > every.starts, -(-rows // most), 0)
+        sizes = size(rows, needed)
         ends = _sums(needed)
-        index = jnp.arange(max_blocks(num_rows, every.starts.size, block_m), dtype=jnp.int32)
+        index = jnp.arange(max_blocks(num_rows, every.starts.size, most), dtype=jnp.int32)
         group = (ends <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
         group = jnp.minimum(group, every.starts.size - 1)
-        first = every.aligned[group] + (index - (ends - needed)[group]) * block_m
-        last = jnp.minimum(first + block_m, every.ends[group])
+        first = every.aligned[group] + (index - (ends - needed)[group]) * sizes[group]
+        last = jnp.minimum(first + sizes[group], every.ends[group])
         rows = Groups(first, jnp.maximum(first, every.starts[group]), last)
         return cls(group, rows, jnp.broadcast_to(ends[-1], index.shape))
 

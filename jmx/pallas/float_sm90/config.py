@@ -64,6 +64,50 @@ class Config(BaseConfig):
         return (self.block_m + self.block_n) * TILE * ITEM_BYTES
 
 
+@dataclass(frozen=True)
+class FittedConfig(BaseConfig):
+    """The tile of a CTA of `fitted`: up to `block_n` rows by `warpgroups_m` times 128 columns of the result.
+
+    Args:
+        block_n: rows, a multiple of 16.
+        num_stages: stages of the pipeline, of 64 steps of the sum each.
+        piece_rows: rows that are copied at once to global memory, a multiple of 16.
+        section: column blocks that are computed for all rows before the next ones, so that weights stay in L2.
+    """
+
+    block_n: int = 192
+    num_stages: int = 3
+    piece_rows: int = 96
+    section: int = 8
+    warpgroups_m: int = 2
+    warpgroups_k: int = 1
+
+    def __post_init__(self) -> None:
+        self.check_sizes("num_stages", "section")
+        results = self.num_warpgroups * 2 * self.piece_rows * ROW_BYTES
+        check_stages(self, self.num_stages * self.stage_bytes + results + _BARRIER_BYTES)
+
+    @property
+    def warpgroup_columns(self) -> int:
+        """Columns of the result of a warpgroup."""
+        return 2 * TILE
+
+    @property
+    def block_m(self) -> int:
+        """Columns of the result of a tile."""
+        return self.warpgroups_m * self.warpgroup_columns
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of rows that the kernel is compiled for."""
+        return (32, 64, 96, 128, *range(144, self.block_n + 1, 8))
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one stage."""
+        return (self.block_m + self.block_n) * TILE * ITEM_BYTES
+
+
 def deepest(
     block_n: int, warpgroups_m: int, section: int = 8, tiles_m: int = 1, fine: bool = False, staged: bool = False
 ) -> Config:

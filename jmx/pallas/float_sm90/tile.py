@@ -236,3 +236,46 @@ def _descriptor(buffer: ir.Value) -> tuple[ir.Value, tuple[int, int]]:
     lower = arith.shrui(llvm.ptrtoint(mlir.i32(), utils.memref_ptr(buffer)), constant(4))
     lower = arith.ori(lower, constant((tile >> 4) << 16))
     return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=mlir.i64()), (eight, tile)
+
+
+def transpose(buffer: Ref, sums: Float32[Array, "m n"], column: int, row: int, count: int) -> None:
+    """Writes a part of sums, whose rows are columns of the result, to the first rows of a buffer (rows, 64).
+
+    Args:
+        buffer: in shared memory, of 16-bit floats, with transforms `SWIZZLED`.
+        column, row: of the result, the first ones of the part, which has 64 columns.
+        count: of its rows, a multiple of 8.
+    """
+
+    @operation(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
+    def body(_: Any, buffer: ir.Value, sums: Fragment) -> None:
+        element = ir.MemRefType(buffer.type).element_type
+        held = sums.registers.reshape(sums.shape[0] // TILE, -1, 2)[column // TILE, row // 8 : (row + count) // 8]
+        base = llvm.ptrtoint(mlir.i32(), utils.memref_ptr(buffer))
+        thread = mlir.thread_index()
+        lane = arith.remui(thread, constant(32))
+        # A thread gives the address of a row of 8 columns: of the lower or upper 8 of its warp's 16, and of one of two
+        # groups of 8 rows.
+        inside = arith.remui(lane, constant(8))
+        upper = arith.remui(arith.divui(lane, constant(8)), constant(2))
+        second = arith.divui(lane, constant(16))
+        chunk = arith.addi(_times(arith.divui(thread, constant(32)), 2), upper)
+        chunk = arith.xori(chunk, inside)
+        at = arith.addi(_times(arith.addi(_times(second, 8), inside), _ROW_BYTES), _times(chunk, _CHUNK))
+        at = arith.addi(base, at)
+        for eight in range(0, count // 8, 2):
+            two = held[eight : eight + 2]
+            kind = "bf16" if element == ir.BF16Type.get() else "f16"
+            halves = [llvm.extractelement(pair, constant(i)) for pair in two.flat for i in range(2)]
+            names = [f"w{i}" for i in range(two.size)]
+            packed = " ".join(
+                f"cvt.rn.{kind}x2.f32 {name}, ${2 + 2 * i}, ${1 + 2 * i};" for i, name in enumerate(names)
+            )
+            joined = ", ".join(names)
+            text = (
+                f"{{ .reg .b32 {joined}; {packed} stmatrix.sync.aligned.m8n8.x{len(names)}.trans.shared.b16 "
+                f"[$0 + {eight * 8 * _ROW_BYTES}], {{{joined}}}; }}"
+            )
+            utils.inline_ptx(text, at, *halves, has_side_effects=True)
+
+    body(buffer, sums)
