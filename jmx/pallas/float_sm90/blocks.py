@@ -8,6 +8,7 @@ import numpy as np
 
 from jmx.util.typing import Array, Int32
 
+FITTED = 16  # rows of a fitted block, a multiple of this
 ROW_ALIGNMENT = 8  # rows of a swizzled tile in shared memory
 
 
@@ -56,9 +57,9 @@ class RowBlocks(NamedTuple):
 
     @classmethod
     def fitted(cls, every: Groups, num_rows: int, most: int) -> "RowBlocks":
-        """Blocks of at most `most` rows, a multiple of 8; those of a group have as many each, a multiple of 8, but the
-        last one, which may have less."""
-        return cls._of(every, num_rows, most, lambda rows, number: -(-rows // (8 * jnp.maximum(number, 1))) * 8)
+        """Blocks of at most `most` rows, a multiple of 16; those of a group have as many each, a multiple of 16, but the
+        last one, which has what is left."""
+        return cls._of(every, num_rows, most, lambda rows, number: -(-rows // (FITTED * jnp.maximum(number, 1))) * FITTED)
 
     @classmethod
     def _of(cls, every: Groups, num_rows: int, most: int, size: Callable[[Any, Any], Any]) -> "RowBlocks":

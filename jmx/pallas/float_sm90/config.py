@@ -7,6 +7,7 @@ from functools import partial
 from math import ceil, erfc, sqrt
 from typing import Any, NamedTuple
 
+from jmx.pallas.float_sm90.blocks import FITTED
 from jmx.pallas.sm90.config import SHARED_MEMORY, BaseConfig, check_stages
 from jmx.pallas.sm90.tiles import TILE
 
@@ -100,7 +101,7 @@ class FittedConfig(BaseConfig):
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of rows that the kernel is compiled for."""
-        return (32, 64, 96, 128, *range(144, self.block_n + 1, 8))
+        return (64, 128, *range(144, self.block_n + 1, FITTED))
 
     @property
     def stage_bytes(self) -> int:

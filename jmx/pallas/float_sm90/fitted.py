@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks
+from jmx.pallas.float_sm90.blocks import FITTED, ROW_ALIGNMENT, Groups, RowBlocks
 from jmx.pallas.float_sm90.config import FittedConfig
 from jmx.pallas.float_sm90.product import Schedule
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, transpose
@@ -212,7 +212,7 @@ class _Kernel:
         (mine, width), height, columns = sums.shape, self.config.piece_rows, self.out.shape[1]
         buffers = self.shared.results.at[warpgroup]
         aligned = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
-        exact = width - ROW_ALIGNMENT in (0, *self.config.widths)  # then all of its rows but 7 are used
+        exact = width - FITTED in self.config.widths  # then the last 15 rows at most are not used
         for nth, (right, down) in enumerate(itertools.product(range(0, mine, TILE), range(0, width, height))):
             size = min(height, width - down)
             buffer = buffers.at[nth % 2]
@@ -222,7 +222,10 @@ class _Kernel:
             send = partial(self._send, buffer, aligned + down, column + right)
             there = column + right < columns
             if exact:
-                pl.when(there)(partial(send, 0, size))
+                whole = count > down + size - ROW_ALIGNMENT
+                pl.when(there & whole)(partial(send, 0, size))
+                if down + size == width and size > ROW_ALIGNMENT:
+                    pl.when(there & jnp.logical_not(whole))(partial(send, 0, size - ROW_ALIGNMENT))
             else:
                 used = jnp.clip(lax.div(count - down + (ROW_ALIGNMENT - 1), ROW_ALIGNMENT), 0, size // ROW_ALIGNMENT)
 
