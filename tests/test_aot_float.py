@@ -12,7 +12,6 @@ from sass import hazards, is_wgmma, parse
 
 import jmx
 from jmx.pallas.float_sm90.blocks import Groups
-from jmx.pallas.float_sm90 import fitted
 from jmx.pallas.float_sm90.config import Config, FittedConfig, Launch
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.float_sm90.product import product
@@ -41,13 +40,17 @@ def assert_sound(kernel: aot.Kernel, config: Config | FittedConfig, products: in
 @pytest.mark.aot
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("num_experts", "outputs", "inputs"), SIZES)
-def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, outputs, inputs, dtype, capfd):
+@pytest.mark.parametrize("of_weights", ["its", pytest.param("float32", marks=pytest.mark.slow)])
+def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, outputs, inputs, of_weights, dtype, capfd):
+    """Products with results in float32; the gradients of weights in 16 bits, too, which are staged."""
     rows, d = (jax.ShapeDtypeStruct((1000, size), dtype) for size in (inputs, outputs))
     of_rows = partial(Launch.of_rows, 1000, num_experts, dtype=jnp.float32, num_cores=132)
     launches = {
         "float": of_rows(outputs),
         "float_transposed": of_rows(inputs),
-        "float_outer": Launch.of_groups(num_experts, outputs, inputs, jnp.float32, 132),
+        "float_outer": Launch.of_groups(
+            num_experts, outputs, inputs, dtype if of_weights == "its" else jnp.float32, 132
+        ),
     }
     weights = jax.ShapeDtypeStruct((num_experts, outputs, inputs), dtype)
     sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
@@ -64,7 +67,7 @@ def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, out
         found[re.findall(r"function '(float\w*?)_block_n", kernel.report)[0]] = kernel
     assert len(kernels) == len(found) == 3
     for name, kernel in found.items():
-        assert_sound(kernel, launches[name].config)
+        assert_sound(kernel, launches[name].config, 4)
 
 
 @pytest.mark.aot
@@ -121,7 +124,7 @@ def test_products_in_fitted_blocks_compile_into_sound_kernels(block_n, transpose
     weights = jax.ShapeDtypeStruct((num_experts, outputs, inputs), dtype)
 
     def run(rows, weights, sizes):
-        return fitted.product(rows, weights, Groups.of(sizes), config, 132, transposed=transposed)
+        return product(rows, weights, Groups.of(sizes), Launch(dtype, config, 132), transposed=transposed)
 
     sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
     _, (kernel,) = aot.kernels_for_h200(capfd, run, rows, weights, sizes)

@@ -9,11 +9,10 @@ import pytest
 from test_grouped_dot import SIZES, assert_close, exact
 
 from jmx import Environment
-from jmx.pallas.float_sm90 import fitted
-from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
+from jmx.pallas.float_sm90.blocks import Groups, RowBlocks, Schedule
 from jmx.pallas.float_sm90.config import Config, FittedConfig, Launch, blocks_of_rows, deepest
 from jmx.pallas.float_sm90.outer import outer
-from jmx.pallas.float_sm90.product import Schedule, product
+from jmx.pallas.float_sm90.product import product
 from jmx.pallas.sm90.config import SHARED_MEMORY
 
 FITTED_SIZES = {"hundreds": [512, 530, 130, 300, 0, 190, 575], "edges": [144, 145, 152, 153, 160, 161, 192, 193, 2000]}
@@ -156,8 +155,10 @@ def test_kernels_on_a_gpu(name, dtype, result, warpgroups, rng):
         assert_close(got[:used], products, bound)
         got = product(d, weights, Groups.of(sizes), its[1], transposed=True)
         assert_close(got[:used], drows[:used], bound)
-        got = outer(d, rows, Groups.of(sizes), its[1])
-        assert_close(got, dweights, bound)
+        for staged in (False, True):
+            config = deepest(its[1].config.block_n, warpgroups, staged=staged)
+            got = outer(d, rows, Groups.of(sizes), its[1]._replace(config=config))
+            assert_close(got, dweights, bound)
 
 
 @pytest.mark.gpu
@@ -179,6 +180,7 @@ def test_products_in_fitted_blocks_on_a_gpu(name, dtype, block_n, rng):
         weights = jnp.asarray(rng.standard_normal((sizes.size, n, k)), dtype)
         products, drows, _ = exact(sizes, packed, weights, d)
         rows, drows_of = (jnp.full((num_rows, its.shape[1]), jnp.nan, dtype).at[inside].set(its) for its in (packed, d))
+        launch = Launch(jnp.dtype(dtype), FittedConfig(block_n), cores)
         for operand, transposed, want in ((rows, False, products), (drows_of, True, drows)):
-            got = fitted.product(operand, weights, groups, FittedConfig(block_n), cores, transposed=transposed)
+            got = product(operand, weights, groups, launch, transposed=transposed)
             assert_close(got[inside], want, "bfloat16")

@@ -1,7 +1,7 @@
 """Rows of groups times their group's weights, in blocks that fit each group: weights are operand A of `wgmma`, rows B.
 
-So a block has any multiple of 8 rows, and a group's blocks have about as many rows each: of 520 rows three of 176, where
-`product` has five of 128, and multiplies 576. That is faster where groups have some hundred rows or more.
+So a block may have any multiple of 16 rows, and those of a group have about as many each: of 520 rows three blocks of
+176, where `product` has five of 128, the last one nearly empty. Where groups have hundreds of rows this is faster.
 
 A work item is a block of rows of one group by 256 columns of the result. In each stage of the pipeline one producer
 warp copies 64 columns of the rows and another one the weights that these are multiplied with; each of two consumer
@@ -21,9 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import FITTED, ROW_ALIGNMENT, Groups, RowBlocks
-from jmx.pallas.float_sm90.config import FittedConfig
-from jmx.pallas.float_sm90.product import Schedule
+from jmx.pallas.float_sm90.blocks import FITTED, ROW_ALIGNMENT, Groups, RowBlocks, Schedule
+from jmx.pallas.float_sm90.config import BUFFERS, FittedConfig, Launch
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, transpose
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
@@ -39,13 +38,17 @@ def product(
     rows: Float[Array, "R C"],
     weights: Float[Array, "every N K"],
     groups: Groups,
-    config: FittedConfig,
-    num_cores: int,
+    its: Launch,
     *,
     transposed: bool,
     first: Any = 0,
 ) -> Float[Array, "R W"]:
-    """As `product.product`, with results in the dtype of `rows`."""
+    """As `product.product`, of groups that begin at multiples of 8, with results in 16 bits.
+
+    Up to 7 rows after those of a group are written, too.
+    """
+    config, num_cores = its.config, its.num_cores
+    assert isinstance(config, FittedConfig)
     num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
     blocks = RowBlocks.fitted(groups, num_rows, config.block_n)
     blocks = blocks._replace(groups=blocks.groups + first)
@@ -61,8 +64,8 @@ def product(
         specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_weights, kernel.copy_rows)
 
     name = "float_fitted_transposed" if transposed else "float_fitted"
-    outputs = [jax.ShapeDtypeStruct((num_rows, columns), rows.dtype)]
-    shared = SharedMemory.of(config, rows.dtype, transposed=transposed)
+    outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
+    shared = SharedMemory.of(config, rows.dtype, its.dtype, transposed=transposed)
     return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
 
 
@@ -71,7 +74,7 @@ class SharedMemory(NamedTuple):
 
     Args:
         rows, weights: of all stages; weights of each warpgroup.
-        results: two buffers of each warpgroup: one is written while the other is copied.
+        results: buffers of each warpgroup: one is written while the other is copied.
         full_barriers, empty_barriers: of the pipeline.
     """
 
@@ -82,12 +85,12 @@ class SharedMemory(NamedTuple):
     empty_barriers: Ref
 
     @classmethod
-    def of(cls, config: FittedConfig, dtype: Any, *, transposed: bool) -> "SharedMemory":
+    def of(cls, config: FittedConfig, dtype: Any, result: Any, *, transposed: bool) -> "SharedMemory":
         stages, number, mine = config.num_stages, config.num_warpgroups, config.warpgroup_columns
         return cls(
             plgpu.SMEM((stages, config.block_n, TILE), dtype, transforms=SWIZZLED),
             plgpu.SMEM((stages, number, *((TILE, mine) if transposed else (mine, TILE))), dtype, transforms=SWIZZLED),
-            plgpu.SMEM((number, 2, config.piece_rows, TILE), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((number, BUFFERS, config.piece_rows, TILE), result, transforms=SWIZZLED),
             plgpu.Barrier(num_barriers=stages, num_arrivals=1 + number),
             plgpu.Barrier(num_barriers=stages, num_arrivals=number),
         )
@@ -215,8 +218,8 @@ class _Kernel:
         exact = width - FITTED in self.config.widths  # then the last 15 rows at most are not used
         for nth, (right, down) in enumerate(itertools.product(range(0, mine, TILE), range(0, width, height))):
             size = min(height, width - down)
-            buffer = buffers.at[nth % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            buffer = buffers.at[nth % BUFFERS]
+            plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
             transpose(buffer, sums, right, down, size)
             plgpu.commit_smem()
             send = partial(self._send, buffer, aligned + down, column + right)

@@ -20,9 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks
-from jmx.pallas.float_sm90.config import Config, Launch
-from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, results, send, store
+from jmx.pallas.float_sm90 import fitted
+from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks, Schedule
+from jmx.pallas.float_sm90.config import Config, FittedConfig, Launch
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -47,8 +48,11 @@ def product(
     Args:
         rows: of 16-bit floats, R a multiple of 8.
         weights: of the same dtype, N and K multiples of 64; those of the E groups from `first` on.
-        groups: the rows of each group. Results of rows of no group are undefined.
+        groups: the rows of each group. Results of rows of no group are undefined. With a `FittedConfig` each group
+            begins at a multiple of 8.
     """
+    if isinstance(its.config, FittedConfig):
+        return fitted.product(rows, weights, groups, its, transposed=transposed, first=first)
     config, num_cores = its.config, its.num_cores
     num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
     blocks = RowBlocks.of(groups, num_rows, config.block_m)
@@ -66,7 +70,7 @@ def product(
 
     name = "float_transposed" if transposed else "float"
     outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
-    shared = SharedMemory.of(config, rows.dtype, its.dtype, transposed=transposed)
+    shared = SharedMemory.of(config, rows.dtype, transposed=transposed)
     return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
 
 
@@ -82,10 +86,9 @@ class SharedMemory(NamedTuple):
     weights: Ref
     full_barriers: Ref
     empty_barriers: Ref
-    results: Ref
 
     @classmethod
-    def of(cls, config: Config, dtype: Any, result: Any, *, transposed: bool) -> "SharedMemory":
+    def of(cls, config: Config, dtype: Any, *, transposed: bool) -> "SharedMemory":
         stages, block_n = config.num_stages, config.block_n
         weights = (TILE, block_n) if transposed else (block_n, TILE)
         return cls(
@@ -93,35 +96,10 @@ class SharedMemory(NamedTuple):
             plgpu.SMEM((stages, *weights), dtype, transforms=SWIZZLED),
             plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
-            results(config, result),
         )
 
     def pipeline(self, config: Config) -> Pipeline:
         return Pipeline(self.full_barriers, self.empty_barriers, config.num_stages)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The order of work items.
-
-    Args:
-        column_blocks: of the result.
-        section: column blocks of a section, of which the last one may have fewer.
-    """
-
-    column_blocks: int
-    section: int
-
-    def num_items(self, num_blocks: Any) -> Any:
-        return num_blocks * self.column_blocks
-
-    def position(self, item: Any, num_blocks: Any) -> tuple[Any, Any]:
-        """An item's block of rows and block of columns: sections vary slowest, then blocks of rows."""
-        size = self.section * num_blocks
-        section = lax.div(item, size)
-        item = item - section * size
-        columns = jnp.minimum(self.section, self.column_blocks - section * self.section)
-        return lax.div(item, columns), section * self.section + lax.rem(item, columns)
 
 
 @dataclass(frozen=True)
@@ -176,7 +154,7 @@ class _Kernel:
     def copy_rows(self) -> None:
         """Copies the rows of a block, rounded up to one of a few numbers; what is behind them is not stored."""
         pipeline, blocks = self.shared.pipeline(self.config), self.blocks
-        widths = tuple(width for width in (8, 16, 32, 64, 128, 192, 256) if width <= self.config.block_m)
+        widths = tuple(width for width in (8, 16, 32, 64, 128, 192) if width <= self.config.block_m)
 
         def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
             del column
@@ -201,43 +179,22 @@ class _Kernel:
         @pl.loop(0, self.share.num_items)
         def _(turn: Scalar) -> None:
             block, column = self.position(turn)
-            first = blocks.rows.aligned[block] + warpgroup * config.warpgroup_rows
+            first = blocks.rows.aligned[block] + warpgroup * TILE
             bounds = blocks.rows.starts[block], blocks.rows.ends[block]
+            used = first < bounds[1]
 
-            def multiply(height: int) -> None:
-                if height == 0:
-                    pipeline.consume(self.share, turn, (), lambda carry, slot: carry)
-                    return
-                acc = pl.run_scoped(
-                    partial(self._sum, turn, warpgroup, height), Accumulator((height, config.block_n), jnp.float32)
-                )
-                self._store(acc, first, bounds, column * config.block_n)
-
-            heights = tuple(range(0, config.warpgroup_rows + 1, TILE))
-            for_width(heights, jnp.maximum(bounds[1] - first, 0), multiply)
-
-        if config.staged:
-            plgpu.wait_smem_to_gmem(0)
-
-    def _store(self, acc: Array, first: Scalar, bounds: tuple[Scalar, Scalar], column: Scalar) -> None:
-        """Writes a tile's results, by copies where all rows of a piece are inside `bounds`."""
-        buffers = self.shared.results
-        if buffers is None:
-            store(self.out, acc, first, bounds, column, self.out.shape[1])
-            return
-        inside = (first >= bounds[0]) & (first + acc.shape[0] <= bounds[1])
-        first = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-        def copy(piece: Ref, row: int, at: int) -> None:
-            @pl.when(column + at < self.out.shape[1])
+            @pl.when(used)
             def _() -> None:
-                there = self.out.at[pl.ds(first + row, piece.shape[0]), pl.ds(column + at, piece.shape[1])]
-                plgpu.copy_smem_to_gmem(piece, there, commit_group=False)
+                acc = pl.run_scoped(
+                    partial(self._sum, turn, warpgroup), Accumulator((TILE, config.block_n), jnp.float32)
+                )
+                store(self.out, acc, first, bounds, column * config.block_n, self.out.shape[1])
 
-        pl.when(inside)(lambda: send(buffers.at[lax.axis_index("warpgroup")], acc, copy))
-        pl.when(jnp.logical_not(inside))(lambda: store(self.out, acc, first, bounds, column, self.out.shape[1]))
+            @pl.when(jnp.logical_not(used))
+            def _() -> None:
+                pipeline.consume(self.share, turn, (), lambda carry, slot: carry)
 
-    def _sum(self, turn: Scalar, warpgroup: Scalar, height: int, acc: Ref) -> Array:
+    def _sum(self, turn: Scalar, warpgroup: Scalar, acc: Ref) -> Array:
         """The sum of a work item's products. A stage is released when the product after it has begun."""
         pipeline, share, shared = self.shared.pipeline(self.config), self.share, self.shared
 
@@ -247,7 +204,7 @@ class _Kernel:
             weights = shared.weights.at[slot]
             plgpu.wgmma(
                 acc,
-                shared.rows.at[slot, pl.ds(warpgroup * self.config.warpgroup_rows, height)],
+                shared.rows.at[slot, pl.ds(warpgroup * TILE, TILE)],
                 weights if self.transposed else weights.transpose((1, 0)),
             )
             plgpu.wgmma_wait(1)

@@ -5,7 +5,6 @@ pieces of 16 or 32. Threads that have the same row first exchange columns: each 
 them 64.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +15,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.float_sm90.config import BUFFERS, ROW_BYTES, Config
 from jmx.pallas.sm90 import mlir
-from jmx.pallas.sm90.accumulator import accumulator, sums_of
 from jmx.pallas.sm90.mlir import constant, utils
-from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, result
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
 from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32, Int32
 
@@ -49,22 +47,21 @@ def store(
         thread = mlir.thread_index()
         lane = arith.remui(thread, constant(4))
         row = arith.addi(first, arith.addi(_times(arith.divui(thread, constant(32)), 16), _row_of_eight(thread)))
-        tiles = acc.shape[0] // TILE
-        held = acc.registers.reshape(tiles, -1, 2)
+        held = acc.registers.reshape(-1, 2)
         wide = element == mlir.f32()
         step = 2 if wide else 4  # groups of 8 columns that four threads exchange
         mine = _columns_of_two(lane) if wide else _times(lane, 8)
         at = arith.addi(column, mine)
-        for tile, second in itertools.product(range(tiles), range(2)):
-            here = arith.addi(row, constant(TILE * tile + 8 * second))
+        for second in range(2):
+            here = arith.addi(row, constant(8 * second))
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, here, start), arith.cmpi(arith.CmpIPredicate.slt, here, end)
             )
             left = arith.select(inside, arith.subi(constant(columns), at), constant(0))
             line = arith.muli(mlir.wide(here), constant(columns, mlir.i64()))
             address = mlir.address_of(out, arith.addi(line, mlir.wide(at)), element)
-            for eight in range(0, held.shape[1], step):
-                pairs = [*held[tile, eight : eight + step, second]]
+            for eight in range(0, len(held), step):
+                pairs = [*held[eight : eight + step, second]]
                 words = _exchange_two(pairs, lane) if wide else _exchange_four(pairs, element, lane)
                 there = arith.cmpi(arith.CmpIPredicate.sgt, left, constant(8 * eight))
                 offset = 8 * eight * utils.bitwidth(element) // 8
@@ -74,29 +71,31 @@ def store(
     body(out, acc, first, *bounds, column)
 
 
-def results(config: Config, dtype: Any) -> Any:
-    """The type of the buffers of all warpgroups that `send` writes, or None."""
+def buffers(config: Config, dtype: Any) -> Any:
+    """The type of the buffers of results of all warpgroups, which `send` writes; None if results are not staged."""
     if not config.staged:
         return None
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES)  # pyright: ignore[reportAbstractUsage]
+    transforms: Any = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM((config.num_warpgroups, BUFFERS, TILE, columns), dtype, transforms=transforms)
 
 
-def send(buffers: Ref, acc: Float32[Array, "m n"], copy: Callable[[Ref, int, int], None]) -> None:
-    """Writes a tile to shared memory, piece by piece, from where `copy` copies each to global memory.
+def send(results: Ref, acc: Float32[Array, "64 n"], copy: Callable[[Ref, int], None]) -> None:
+    """Writes a tile to shared memory, some columns at a time, from where `copy` copies these to global memory.
 
-    `copy` takes a piece, and the row and the column of the tile where it begins. Copies are in flight when this
-    returns.
+    Copies are in flight when this returns: `plgpu.wait_smem_to_gmem` waits for them.
+
+    Args:
+        results: the buffers of a warpgroup.
+        copy: takes a buffer, and the first of its columns in the tile; it commits no group.
     """
-    number, height, width = buffers.shape
-    pieces = itertools.product(range(0, acc.shape[0], height), range(0, acc.shape[1], width))
-    for nth, (row, column) in enumerate(pieces):
-        buffer = buffers.at[nth % number]
+    number, _, width = results.shape
+    for nth, column in enumerate(range(0, acc.shape[1], width)):
+        buffer = results.at[nth % number]
         plgpu.wait_smem_to_gmem(number - 1, wait_read_only=True)
-        buffer[...] = acc[row : row + height, column : column + width].astype(buffer.dtype)
+        buffer[...] = acc[:, column : column + width].astype(buffer.dtype)
         plgpu.commit_smem()
-        copy(buffer, row, column)
+        copy(buffer, column)
         plgpu.commit_smem_to_gmem_group()
 
 
@@ -179,63 +178,6 @@ def keep_rows(buffers: Sequence[Ref], start: Scalar, end: Scalar) -> None:
         utils.warpgroup_barrier()
 
     body([*buffers], start, end)
-
-
-_SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
-
-
-def add_outer(acc: Float32[Array, "m n"], d: Ref, rows: Ref, count: int) -> Float32[Array, "m n"]:
-    """`acc` plus the sum over the first `count` rows of d's row times the row, by `wgmma`, complete.
-
-    Args:
-        d, rows: (64, m) and (64, n) in shared memory, of 16-bit floats, with transforms `SWIZZLED`.
-        count: a multiple of 16. `plgpu.wgmma` takes multiples of 64.
-    """
-    m, n = acc.shape
-    size = n // 2
-    names = ", ".join(f"${i}" for i in range(size))
-    tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
-
-    @operation(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)),
-        return_type=result((m, n), jnp.float32, plgpu.Layout.WGMMA),
-    )
-    def body(_: Any, acc: Fragment, *operands: ir.Value) -> Fragment:
-        kind = "bf16" if ir.MemRefType(operands[0].type).element_type == ir.BF16Type.get() else "f16"
-        (d, (d_eight, d_tile)), (rows, (rows_eight, _)) = map(_descriptor, operands)
-        values = sums_of(acc)
-        out = llvm.StructType.get_literal([mlir.f32()] * size)
-        utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
-        for tile in range(m // TILE):
-            its = values[tile * size : (tile + 1) * size]
-            for piece in range(count // 16):
-                offsets = (2 * piece * d_eight + tile * d_tile) >> 4, (2 * piece * rows_eight) >> 4
-                text = (
-                    f"{{ .reg .b64 c, d; .reg .pred p; setp.eq.b32 p, 0, 0; add.s64 c, ${2 * size}, {offsets[0]}; "
-                    f"add.s64 d, ${2 * size + 1}, {offsets[1]}; "
-                    f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{names}}}, c, d, p, 1, 1, 1, 1; }}"
-                )
-                made = llvm.inline_asm(out, [*its, d, rows], text, f"{tied},l,l", has_side_effects=True, asm_dialect=0)
-                its = [llvm.extractvalue(mlir.f32(), made, [i]) for i in range(size)]
-            values[tile * size : (tile + 1) * size] = its
-        utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
-        whole = llvm.StructType.get_literal([mlir.f32()] * len(values))
-        tied_all = ",".join([*["=f"] * len(values), *(str(i) for i in range(len(values)))])
-        wait = "wgmma.wait_group.sync.aligned 0;"
-        made = llvm.inline_asm(whole, values, wait, tied_all, has_side_effects=True, asm_dialect=0)
-        return accumulator(acc, [llvm.extractvalue(mlir.f32(), made, [i]) for i in range(len(values))])
-
-    return body(acc, d, rows)
-
-
-def _descriptor(buffer: ir.Value) -> tuple[ir.Value, tuple[int, int]]:
-    """The matrix descriptor of an operand whose summed axis is the first, and bytes between 8 rows and 64 columns."""
-    strides, _ = ir.MemRefType(buffer.type).get_strides_and_offset()
-    eight, tile = 2 * strides[0], 2 * strides[1]
-    upper = _SWIZZLE_128_BYTES | eight >> 4
-    lower = arith.shrui(llvm.ptrtoint(mlir.i32(), utils.memref_ptr(buffer)), constant(4))
-    lower = arith.ori(lower, constant((tile >> 4) << 16))
-    return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=mlir.i64()), (eight, tile)
 
 
 def transpose(buffer: Ref, sums: Float32[Array, "m n"], column: int, row: int, count: int) -> None:
