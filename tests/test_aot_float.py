@@ -45,6 +45,7 @@ def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, out
     """Products with results in float32; the gradients of weights in 16 bits, too, which are staged."""
     rows, d = (jax.ShapeDtypeStruct((1000, size), dtype) for size in (inputs, outputs))
     of_rows = partial(Launch.of_rows, 1000, num_experts, dtype=jnp.float32, num_cores=132)
+    its = dtype if of_weights == "its" else jnp.float32
     launches = {
         "float": of_rows(outputs),
         "float_transposed": of_rows(inputs),
