@@ -110,11 +110,31 @@ def test_tiles_are_those_of_which_no_cta_takes_many(num_rows, num_groups, column
     assert Launch.of_rows(num_rows, num_groups, columns, jnp.float32, 132).config.block_n == block_n
 
 
+def test_blocks_are_fitted_to_groups_of_many_rows_if_results_have_16_bits():
+    def of(num_rows, dtype):
+        return isinstance(Launch.of_rows(num_rows, 32, 2880, dtype, 132).config, FittedConfig)
+
+    assert [of(num_rows, jnp.bfloat16) for num_rows in (128, 4095, 4096, 32768)] == [False, False, True, True]
+    assert of(4096, jnp.float16)
+    assert not of(32768, jnp.float32)
+    for dtype, staged in ((jnp.float16, True), (jnp.float32, False)):
+        config = Launch.of_groups(32, 5760, 2880, dtype, 132).config
+        assert isinstance(config, Config)
+        assert config.staged is staged
+
+
 def test_blocks_of_rows_are_those_of_random_routing(rng):
     for mean, block_m in ((512, 128), (512, 192), (40, 64), (3, 128)):
         sizes = rng.poisson(mean, 2000)
         found = (-(-sizes // block_m)).sum()
         assert blocks_of_rows(2000 * mean, 2000, block_m) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("change", [{"block_n": 128}, {"block_n": 200}, {"piece_rows": 24}, {"num_stages": 4}])
+def test_wrong_configurations_of_fitted_blocks(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"`{name}` \\(=.*must be"):
+        FittedConfig(**change)
 
 
 @pytest.mark.parametrize("change", [{"block_n": 96}, {"block_n": 320}, {"num_stages": 0}, {"num_stages": 5}])
