@@ -7,7 +7,7 @@
     gemm            a GEMM as a thread knows it, and the shared memory
     grouped_gemm    the products of a launch, and their arrays
     elements        what is multiplied, for each pair of a weight format and an input format
-    wgmma, tokens_as_a   products of a unit for one thread
+    wgmma, tokens_as_a, integer_sums   products of a unit for one thread
     decode          operand A of 4-bit elements
     row_scales, staging  scales and biases; results in shared memory
     quantize, quantize_row, fused_quantize   quantization of rows: separate, of one row, within the kernel

@@ -21,6 +21,7 @@ MAX_WIDTH = 128  # rows of a product of e4m3 weights, for which registers hold t
 _MAX_EXACT_STEP = 32  # rows of a product of integers, above which they are multiples of 16
 _MAX_DECODED = 192  # rows of a product of 4-bit weights: a total, a sum, and two operands
 _LARGE_DECODED = 176  # the same without spills
+_LARGE_INTEGERS = 208  # rows of a product of 8-bit integers under scales of 128 columns: a total and a sum
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _STAGED_OF_LARGE = 8192  # bytes of results of large blocks, where stages leave little space
 _BARRIER_BYTES = 2048
@@ -165,6 +166,10 @@ class Config(BaseConfig):
         if self.own_sums and not shape.sums_may_be_own:
             most = shape.max_own_units * ROW_BYTES
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False for more than {most} columns")
+        if shape.exact and shape.by_block and not shape.decoded and self.block_n > _LARGE_INTEGERS:
+            raise ValueError(
+                f"`block_n` (={self.block_n}) must be at most {_LARGE_INTEGERS} for integers with scales of 128 columns"
+            )
         if shape.decoded and self.parts_of(self.block_n, decoded=True) > 1:
             raise ValueError(
                 f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for 4-bit weights without `own_sums`"
@@ -237,9 +242,9 @@ class Shape(NamedTuple):
             return MAX_BLOCK_N
         if self.tokens_as_a:
             return MAX_BLOCK_N if self.rows >= _WHOLE_BLOCKS * MAX_BLOCK_N else MAX_WIDTH
-        if self.decoded and not self.exact and not self.inputs_by_block:
-            return _LARGE_DECODED
-        return MAX_WIDTH  # scales are applied to each unit's sums, in registers, while the next product runs
+        if self.inputs_by_block or not (self.decoded or self.exact):
+            return MAX_WIDTH  # scales are applied to each unit's sums, in registers, while the next product runs
+        return _LARGE_DECODED if self.decoded else _LARGE_INTEGERS
 
     @property
     def max_own_units(self) -> int:
@@ -296,7 +301,8 @@ def heuristic(shape: Shape) -> Config:
     if shape.block_n > MAX_WIDTH:
         own_sums = shape.sums_are_own or (shape.fast and shape.sums_may_be_own)
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
-        return deepest(shape, _shallow(block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums))
+        units = 1 if shape.by_block and (shape.decoded or not shape.exact) else 2
+        return deepest(shape, _shallow(block_n, 2, units, own_sums=own_sums))
     choices = [
         shallow
         for shallow in _choices(shape)
@@ -393,7 +399,7 @@ def _small_candidates(shape: Shape, first: Config) -> Iterator[Callable[[], Conf
 def _large_candidates(shape: Shape) -> Iterator[Callable[[], Config]]:
     """Those with blocks of many rows; a call makes one, or raises ValueError."""
     if shape.decoded:
-        large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
+        large, units = (144, 160, _LARGE_DECODED, _MAX_DECODED), (1, 2) if shape.by_block else (2, 4)
     else:  # with scales of 128 columns, registers do not hold the sums of two parts
         large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
     for n, count in itertools.product((MAX_WIDTH, *large), units):

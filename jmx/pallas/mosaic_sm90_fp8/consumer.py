@@ -1,7 +1,8 @@
 """Consumer warpgroups: for each work item the prologue, the mainloop over its units, and the epilogue.
 
-`_add_units` waits for stages; `_adder` and `_multiply_by_token` release them. The product of one unit is in `wgmma`, or
-with tokens as operand A in `tokens_as_a`.
+`_add_units` waits for stages; `_adder`, `_sum_of_integers` and `_multiply_by_token` release them. The product of one
+unit is in `wgmma`, of integers under scales of 128 columns in `integer_sums`, with tokens as operand A in
+`tokens_as_a`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.mosaic_sm90_fp8 import fused_quantize, row_scales, staging, tokens_as_a, wgmma
+from jmx.pallas.mosaic_sm90_fp8 import fused_quantize, integer_sums, row_scales, staging, tokens_as_a, wgmma
+from jmx.pallas.mosaic_sm90_fp8.config import MAX_UNITS
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
-from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
+from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.sm90 import accumulator, epilogue
 from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
@@ -30,7 +32,6 @@ Scalar = Int32[Array, ""]
 Words = tuple[Int32[Array, "128"], Int32[Array, "128"]]  # one of each thread, for its first and its second row
 Slots = tuple[Scalar, Scalar]  # of a unit's weights and of its rows; these are equal unless rows are resident
 Totals = tuple[Num[Array, "64 n"], ...]  # float32, or int32 where they are the tensor cores' own sums of integers
-Add = Callable[[Totals, list[Slots]], Totals]
 _FEW_COLUMNS = 64  # up to which scales are held in registers during the mainloop
 _MANY_TOKENS = 96  # rows of a block, above which tokens may be operand A
 
@@ -119,14 +120,22 @@ def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
     return following
 
 
-def _add_units(gemm: Gemm, turn: Scalar, zeros: Totals, add: Add, at_once: int) -> Totals:
+def _add_units[T](
+    gemm: Gemm,
+    turn: Scalar,
+    zeros: T,
+    add: Callable[[T, list[Slots]], T],
+    at_once: int,
+    between: tuple[int, Callable[[T], T]] | None = None,
+) -> T:
     """The mainloop: waits for stages, `at_once` at a time, and calls `add` with totals and these stages' slots.
 
-    `add` adds this warpgroup's units to the totals, which are `zeros` at first, and releases the slots.
+    `add` adds this warpgroup's units to the totals, which are `zeros` at first, and releases the slots. `between`:
+    after how many stages, a multiple of `at_once`, there is a new loop, and what is done with totals before it.
     """
-    pipeline, config = gemm.pipeline, gemm.config
+    pipeline, config, stages = gemm.pipeline, gemm.config, gemm.share.item_stages
 
-    def step(count: int, nth: Scalar, carry: tuple[Totals, Scalar]) -> tuple[Totals, Scalar]:
+    def step(count: int, nth: Scalar, carry: tuple[T, Scalar]) -> tuple[T, Scalar]:
         totals, slot = carry
         slots = [slot]
         for _ in range(count - 1):
@@ -139,13 +148,17 @@ def _add_units(gemm: Gemm, turn: Scalar, zeros: Totals, add: Add, at_once: int) 
             row_slots = [slot * config.warpgroups_k + gemm.wk for slot in slots]
         return add(totals, [*zip(slots, row_slots, strict=True)]), pipeline.next_slot(slots[-1])
 
-    whole, rest = divmod(gemm.share.item_stages, at_once)
+    size, restart = (stages, None) if between is None else between
     carry = zeros, pipeline.first_slot(gemm.share, turn)
     with jax.named_scope("accumulate"):
-        if whole:
-            carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
-        if rest:
-            carry = step(rest, jnp.int32(whole), carry)
+        for first in range(0, stages, size):
+            if first and restart is not None:
+                carry = restart(carry[0]), carry[1]
+            (begin, _), (end, rest) = divmod(first, at_once), divmod(min(first + size, stages), at_once)
+            if begin < end:
+                carry = lax.fori_loop(begin, end, partial(step, at_once), carry)
+            if rest:
+                carry = step(rest, jnp.int32(end), carry)
     return carry[0]
 
 
@@ -153,22 +166,25 @@ def _zeros(n: int, dtype: Any = jnp.float32) -> Num[Array, "64 n"]:
     return plgpu.layout_cast(jnp.zeros((TILE, n), dtype), plgpu.Layout.WGMMA)
 
 
-def _adder(gemm: Gemm, wm: Scalar, wk: Scalar | int, width: int) -> Add:
-    """A function that adds units to totals and releases their slots: all at once, or each after the next one starts."""
-    product, config, stages, pipeline = gemm.product, gemm.config, gemm.shared.stages, gemm.pipeline
-    elements, size = product.elements, value_rows(product.format)
+def _unit(gemm: Gemm, width: int, slots: Slots) -> Stage:
+    """This warpgroup's unit of a stage, and its first `width` rows."""
+    (slot, row_slot), stages, size = slots, gemm.shared.stages, value_rows(gemm.product.format)
+    wm, wk = gemm.wm, gemm.wk
+    return Stage(
+        values=stages.values.at[slot, wm, pl.ds(wk * size, size)],
+        scales=None if stages.scales is None else stages.scales.at[slot, wm, wk],
+        x=stages.x.at[row_slot, pl.ds(0, width)],
+        x_scales=None if stages.x_scales is None else stages.x_scales.at[row_slot, 0, pl.ds(0, width)],
+    )
 
-    def unit(slots: Slots) -> Stage:
-        slot, row_slot = slots
-        return Stage(
-            values=stages.values.at[slot, wm, pl.ds(wk * size, size)],
-            scales=None if stages.scales is None else stages.scales.at[slot, wm, wk],
-            x=stages.x.at[row_slot, pl.ds(0, width)],
-            x_scales=None if stages.x_scales is None else stages.x_scales.at[row_slot, 0, pl.ds(0, width)],
-        )
+
+def _adder(gemm: Gemm, width: int) -> Callable[[Totals, list[Slots]], Totals]:
+    """A function that adds units to totals and releases their slots: all at once, or each after the next one starts."""
+    product, config, pipeline = gemm.product, gemm.config, gemm.pipeline
+    elements, unit = product.elements, partial(_unit, gemm, width)
 
     def add_at_once(totals: Totals, slots: list[Slots]) -> Totals:
-        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements)
+        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements, alternate=gemm.alternates)
         for slot, _ in slots:
             pipeline.release(slot)
         return totals
@@ -187,13 +203,29 @@ def _adder(gemm: Gemm, wm: Scalar, wk: Scalar | int, width: int) -> Add:
     return add_in_turn if config.own_sums or (elements.decoded and not product.scales_units) else add_at_once
 
 
+def _sum_of_integers(gemm: Gemm, turn: Scalar, width: int) -> Float32[Array, "64 width"]:
+    """The mainloop where integers have scales of 128 columns."""
+    product = gemm.product
+    longest = integer_sums.longest_run(product.format.element_bits, UNIT_COLUMNS)
+
+    def add(run: integer_sums.Run, slots: list[Slots]) -> integer_sums.Run:
+        run = integer_sums.add(run, [_unit(gemm, width, one) for one in slots], product.elements)
+        for slot, _ in slots:
+            gemm.pipeline.release(slot)
+        return run
+
+    at_once, goes_on = min(gemm.config.units, longest), longest > MAX_UNITS
+    between = (longest // at_once * at_once, integer_sums.restart) if goes_on else None
+    run = integer_sums.start(width, goes_on=goes_on)
+    return integer_sums.finish(_add_units(gemm, turn, run, add, at_once, between))
+
+
 def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
     """Mainloop and epilogue, where tiles of the weight are operand A and `width` rows of x are operand B."""
     config, partial_sums = gemm.config, gemm.shared.partial_sums
-    wm, wk = gemm.wm, gemm.wk
-    add = _adder(gemm, wm, wk, width)
-    elements = gemm.product.elements
-    num_parts = config.parts_of(width, elements.decoded)
+    wm, wk, elements = gemm.wm, gemm.wk, gemm.product.elements
+    of_integers = elements.exact and elements.by_block
+    num_parts = 1 if of_integers else config.parts_of(width, elements.decoded)
     n = width // num_parts
     dtype = wgmma.sums_dtype(elements) if config.own_sums else jnp.float32  # of totals
 
@@ -209,7 +241,11 @@ def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
         with jax.named_scope("epilogue"):
             _epilogue(gemm, item, part, n, token_scales(part) if early is None else early, sums)
 
-    for part, total in enumerate(_add_units(gemm, turn, (_zeros(n, dtype),) * num_parts, add, config.units)):
+    if of_integers:
+        totals = (_sum_of_integers(gemm, turn, width),)
+    else:
+        totals = _add_units(gemm, turn, (_zeros(n, dtype),) * num_parts, _adder(gemm, width), config.units)
+    for part, total in enumerate(totals):
         sums = accumulator.split_rows(total)
         if partial_sums is None:
             finish(part, sums)

@@ -22,13 +22,14 @@ from jmx.pallas.sm90.accumulator import accumulator, sums_of
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, thread_index, utils
 from jmx.pallas.sm90.operation import Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32, Num
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
 _SLICE_BYTES = 32
 _SUMS_AND_OPERANDS = 192  # registers of a thread for these
+_TURNS = 8  # the first of two named barriers; Mosaic GPU takes those with lower numbers, one for each warpgroup
 
 
 def _refs(unit: Stage) -> dict[str, Ref]:
@@ -38,7 +39,7 @@ def _refs(unit: Stage) -> dict[str, Ref]:
 
 
 def add_units(
-    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], elements: Elements
+    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], elements: Elements, *, alternate: bool = False
 ) -> tuple[Float32[Array, "64 n"], ...]:
     """`totals` plus units times their rows, transposed: products of 8 bits by `wgmma`, accumulated in float32.
 
@@ -50,6 +51,8 @@ def add_units(
         units: references of one unit each: `values` uint8 (16, 256) of 4 bits or (64, 128), `scales` (256,) uint8 of
             MXFP4 or (64,) floats, `x` (n, 128), `x_scales` (n,).
         elements: what is multiplied.
+        alternate: whether warpgroups 0 and 1, the only ones, multiply in turns, so that one decodes and adds while the
+            tensor cores compute for the other: see `begin_turns`.
     """
     n, decoded = totals[0].shape[1], elements.decoded
     refs = [ref for unit in units for ref in _refs(unit).values()]
@@ -67,21 +70,27 @@ def add_units(
         parts, new = range(len(old)), [sums_of(total) for total in old]
         apart = mine[0].x_scales is not None or elements.by_block
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
-        beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
-        sums, done, operand = None, None, _operand(mine[0], elements)
+        beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS and not alternate
+        mine_next = _turns() if alternate else None
+        sums, done, operand = None, None, operand_of(mine[0], elements)
 
         def add(done: tuple[list[ir.Value], Stage, int], pending: int) -> None:
             products, unit, part = done
-            row_scales = None if elements.coded else _row_scales(unit)
-            new[part] = _added(new[part], floats(wait(products, pending)), row_scales, unit.x_scales, part * n)
+            of_rows = None if elements.coded else row_scales(unit)
+            new[part] = _added(new[part], wait(products, pending), of_rows, unit.x_scales, part * n)
 
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
-            sums = start_product(sums, operand, descriptor(unit.x, part * n), n, elements)
+            if mine_next is not None:
+                utils.inline_ptx(f"bar.sync $0, {2 * THREADS};", mine_next[0], has_side_effects=True)
+            sums = start_product(sums, operand, descriptor(unit.x, part * n), n, elements, last_apart=alternate)
             if done is not None:
                 add(done, 1)  # while the tensor cores run, like what follows
                 done = None
             if following is not None and following is not unit:
-                operand = _operand(following, elements)
+                operand = operand_of(following, elements)
+            if mine_next is not None:  # the other's product starts while the last slice's runs
+                utils.inline_ptx("wgmma.wait_group.sync.aligned 1;", has_side_effects=True)
+                utils.inline_ptx(f"bar.arrive $0, {2 * THREADS};", mine_next[1], has_side_effects=True)
             if apart or unit is mine[-1]:
                 done, sums = (sums, unit, part), None
             if done is not None and (following is None or not beside):
@@ -90,6 +99,26 @@ def add_units(
         return tuple(accumulator(total, values) for total, values in zip(old, new, strict=True))
 
     return body(*totals, *refs)
+
+
+def begin_turns() -> None:
+    """Makes the first turn that of warpgroup 0. Warpgroup 1 calls it once.
+
+    Turns are two of the CTA's named barriers, `_TURNS` and the next one. The warpgroup of which it is the turn waits at
+    its own; the other one arrives there when it has finished its own turn.
+    """
+
+    @operation(arg_types=())
+    def body(_: Any) -> None:
+        utils.inline_ptx(f"bar.arrive {_TURNS}, {2 * THREADS};", has_side_effects=True)
+
+    body()
+
+
+def _turns() -> tuple[ir.Value, ir.Value]:
+    """The barriers of this warpgroup and of the other one."""
+    mine = arith.addi(arith.divui(utils.thread_idx(), constant(THREADS)), constant(_TURNS))
+    return mine, arith.subi(constant(2 * _TURNS + 1), mine)
 
 
 def sums_dtype(elements: Elements) -> Any:
@@ -103,7 +132,7 @@ def zeros(n: int, elements: Elements) -> Fragment:
     return Fragment.splat(zero, (TILE, n), mgpu.WGMMA_LAYOUT, is_signed=signed)
 
 
-def _operand(unit: Stage, elements: Elements) -> Any:
+def operand_of(unit: Stage, elements: Elements) -> Any:
     """Operand A: four registers for each slice of 32 columns, or a descriptor of elements in shared memory."""
     return decode.decoded(elements, unit.values, unit.scales) if elements.decoded else descriptor(unit.values)
 
@@ -128,7 +157,7 @@ def start(sums: Num[Array, "64 n"] | None, unit: Stage, elements: Elements) -> N
         return_type=result((TILE, n), sums_dtype(elements), plgpu.Layout.WGMMA),
     )
     def body(_: Any, sums: Fragment | None, values: ir.Value, scales: ir.Value | None, x: ir.Value) -> Fragment:
-        operand = _operand(Stage(x, values, scales), elements)
+        operand = operand_of(Stage(x, values, scales), elements)
         like, given = (zeros(n, elements), None) if sums is None else (sums, sums_of(sums))
         return accumulator(like, start_product(given, operand, descriptor(x), n, elements))
 
@@ -165,8 +194,19 @@ def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
     return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
 
 
-def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int, elements: Elements) -> list[ir.Value]:
-    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet."""
+def start_product(
+    sums: list[ir.Value] | None,
+    operand: Any,
+    x: ir.Value,
+    n: int,
+    elements: Elements,
+    *,
+    last_apart: bool = False,
+) -> list[ir.Value]:
+    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet.
+
+    They are one group, or with `last_apart` two: the last slice's is the second.
+    """
     size = n // 2
     of_sums, kind, letter, negate = ("s32", i32(), "r", "") if elements.exact else ("f32", f32(), "f", ", 1, 1")
     out = llvm.StructType.get_literal([kind] * size)
@@ -181,11 +221,12 @@ def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int
         else:
             a, makes = operand[nth], ""
             name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
+        ends = " wgmma.commit_group.sync.aligned;" if last_apart and nth + 2 == SLICES else ""
         text = (
             f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
             f"setp.ne.b32 p, ${first + 1}, 0; "
             f"wgmma.mma_async.sync.aligned.m64n{n}k32.{of_sums}.{elements.a}.{elements.b} "
-            f"{{{names}}}, {name}, d, p{negate}; }}"
+            f"{{{names}}}, {name}, d, p{negate};{ends} }}"
         )
         tied = [str(i) for i in range(len(values))]
         kinds = ["l"] if len(a) == 1 else ["r"] * 4
@@ -208,12 +249,7 @@ def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
     return [llvm.extractvalue(kind, made, [i]) for i in range(size)]
 
 
-def floats(sums: list[ir.Value]) -> list[ir.Value]:
-    """Sums as float32; of integers below 2^24 exactly."""
-    return sums if sums[0].type == f32() else [arith.sitofp(f32(), one) for one in sums]
-
-
-def _row_scales(unit: Stage) -> list[ir.Value] | None:
+def row_scales(unit: Stage) -> list[ir.Value] | None:
     """Float32 scales of the thread's two rows, if the unit has them."""
     scales = unit.scales
     if scales is None:
@@ -232,13 +268,13 @@ def load_float(ref: ir.Value, index: ir.Value) -> ir.Value:
 def _added(
     totals: list[ir.Value],
     products: list[ir.Value],
-    row_scales: list[ir.Value] | None,
+    of_rows: list[ir.Value] | None,
     x_scales: ir.Value | None,
     first: int,
 ) -> list[ir.Value]:
     """`totals` plus `products` times scales; both in `wgmma`'s order: for each 8 columns first row, then second row.
 
-    `first`: the index in `x_scales` of the first column.
+    `of_rows`: scales of the thread's two rows. `x_scales`: those of columns; `first`: the index of the first column.
     """
     column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
     out = []
@@ -254,7 +290,7 @@ def _added(
         for row in range(2):
             for i in range(2):
                 nth = 4 * eight + 2 * row + i
-                factors = [] if row_scales is None else [row_scales[row]]
+                factors = [] if of_rows is None else [of_rows[row]]
                 factors += [] if token_scales is None else [token_scales[i]]
                 out.append(plus(totals[nth], products[nth], factors))
     return out
