@@ -44,13 +44,19 @@ def plain(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array
 
 
 def check_prompt(
-    rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None, batch: int = 2
+    rng: np.random.Generator,
+    length: int,
+    group: int,
+    sizes: tuple[int, int],
+    window: int | None,
+    batch: int = 2,
+    cores: int | None = CORES,
 ) -> None:
     """Both kernels for keys and values of heads on one problem, the one for a token at two positions."""
     query, keys, values = qkv(rng, batch, length, group, *sizes)
     sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
     expected = plain(query, keys, values, sinks, window, 0.1)
-    assert relative_error(flash_prefill(query, keys, values, sinks, window, 0.1), expected) <= TOLERANCE
+    assert relative_error(flash_prefill(query, keys, values, sinks, window, 0.1, cores), expected) <= TOLERANCE
     if sizes[0] == sizes[1]:
         expected = plain(query, keys, values, sinks, window)
         held, rows = jnp.stack([keys, values]).swapaxes(2, 3), np.arange(batch)
@@ -99,13 +105,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("length", "group", "sizes", "window"),
+    ("length", "group", "sizes", "window", "cores"),
     [
-        (256, 1, (192, 128), None),
-        (256, 4, (64, 64), 100),
-        (128, 3, (80, 80), None),
-        (128, 8, (128, 128), 1),
-        (128, 1, (96, 96), 200),
+        (256, 1, (192, 128), None, None),
+        (256, 4, (64, 64), 100, 3),
+        (384, 1, (64, 64), 129, 4),
+        (128, 3, (80, 80), None, 2),
+        (128, 8, (128, 128), 1, 12),
+        (128, 1, (96, 96), 200, 1),
     ],
 )
 def test_interpreted_kernels_attend_as_the_plain_code_does(
@@ -115,9 +122,10 @@ def test_interpreted_kernels_attend_as_the_plain_code_does(
     group: int,
     sizes: tuple[int, int],
     window: int | None,
+    cores: int | None,
 ) -> None:
     with interpreted(monkeypatch):
-        check_prompt(rng, length, group, sizes, window, batch=1)
+        check_prompt(rng, length, group, sizes, window, batch=1, cores=cores)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -245,7 +253,8 @@ def test_the_kernel_of_prompts_compiles_for_an_h200(
     shape, (dim, value_dim), batch = jax.ShapeDtypeStruct, sizes, (1, 8192)
     query, keys = shape((*batch, heads, dim), BF16), shape((*batch, kv_heads, dim), BF16)
     values, sinks = shape((*batch, kv_heads, value_dim), BF16), shape((heads,), jnp.float32)
-    compiled(capfd, partial(flash_prefill, window=window), query, keys, values, sinks, largest_temporary=1e6)
+    kernel = partial(flash_prefill, window=window, cores=CORES)
+    compiled(capfd, kernel, query, keys, values, sinks, largest_temporary=1e6)
 
 
 @pytest.mark.aot
