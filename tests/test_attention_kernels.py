@@ -253,7 +253,7 @@ def test_the_kernel_of_prompts_compiles_for_an_h200(
     shape, (dim, value_dim), batch = jax.ShapeDtypeStruct, sizes, (1, 8192)
     query, keys = shape((*batch, heads, dim), BF16), shape((*batch, kv_heads, dim), BF16)
     values, sinks = shape((*batch, kv_heads, value_dim), BF16), shape((heads,), jnp.float32)
-    kernel = partial(flash_prefill, window=window, cores=CORES)
+    kernel = partial(flash_prefill, window=window, core_count=CORES)
     compiled(capfd, kernel, query, keys, values, sinks, largest_temporary=1e6)
 
 

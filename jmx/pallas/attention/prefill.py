@@ -55,7 +55,7 @@ def flash_prefill(
     sinks: Float32[Array, " heads"],
     window: int | None,
     scale: float | None = None,
-    cores: int | None = None,
+    core_count: int | None = None,
 ) -> Float[Array, "B T heads V"]:
     """Causal attention of T tokens among themselves; only blocks of keys that some query sees are read.
 
@@ -65,7 +65,7 @@ def flash_prefill(
         sinks: float32 (heads,), one more logit a head, without a value.
         window: how many positions a query sees, its own included; None for all.
         scale: multiplies the scores; None for D^-0.5.
-        cores: the GPU's SMs, on each of which a CTA takes blocks of queries in turn; None: each block has its CTA.
+        core_count: the GPU's SMs, on each of which a CTA takes blocks of queries in turn; None: each block has its CTA.
 
     Returns:
         (B, T, heads, V) of query's dtype.
@@ -73,7 +73,7 @@ def flash_prefill(
     batch, length, heads, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
     items = heads * batch * (length // BLOCK)
-    ctas = items if cores is None else min(cores, items)
+    ctas = items if core_count is None else min(core_count, items)
     call = _Call(batch, length, heads, heads // keys.shape[2], dim, values.shape[-1], window, factor, ctas)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
 
