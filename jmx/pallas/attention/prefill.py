@@ -9,7 +9,7 @@ After `jax.experimental.pallas.ops.gpu.attention_mgpu`, which has neither sinks 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,6 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jmx.pallas.attention.schedule import plan
 from jmx.pallas.attention.softmax import TO_BITS, RunningSoftmax, element_ids, hide_unseen, shared_memory
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
@@ -131,7 +132,9 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             reduction_scratch_bytes=0,  # rows are reduced within a warp
         ),
     )
-    return launch(kernel, _Operands(query=query, sinks=sinks, source=source))
+    most = call.length // BLOCK if call.window is None else -(-(call.window - 1) // BLOCK) + 1
+    schedule = plan(call.ctas, call.heads * call.batch, call.length // BLOCK, most)
+    return launch(kernel, _Operands(query=query, sinks=sinks, source=source, schedule=jnp.asarray(schedule)))
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ class _Operands(NamedTuple):
     query: Ref
     sinks: Ref
     source: _Prompt | _Pages
+    schedule: Ref
 
 
 class _Stages(NamedTuple):
@@ -237,7 +241,10 @@ class _Stages(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """The shared memory of a CTA, and its barriers: types, or references. Rows and results are by consumer."""
+    """The shared memory of a CTA, and its barriers: types, or references. Rows, results and turns are by consumer.
+
+    Consumers take turns at tensor cores: one multiplies while the other takes exponentials.
+    """
 
     rows: Ref
     results: Ref
@@ -245,6 +252,7 @@ class _Shared(NamedTuple):
     values: _Stages
     rows_full: Ref
     rows_empty: Ref
+    turns: Ref
 
     @classmethod
     def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
@@ -255,7 +263,16 @@ class _Shared(NamedTuple):
             values=_Stages.types(call.stages, call.value_dim, dtype),
             rows_full=plgpu.Barrier(num_barriers=2),
             rows_empty=plgpu.Barrier(num_arrivals=2),
+            turns=plgpu.Barrier(num_barriers=2),
         )
+
+    @jax.named_scope("take_turns")
+    def take_turn(self, warpgroup: jax.Array) -> None:
+        """Waits until the other consumer passes the turn."""
+        plgpu.barrier_wait(self.turns.at[warpgroup])
+
+    def pass_turn(self, warpgroup: jax.Array) -> None:
+        plgpu.barrier_arrive(self.turns.at[1 - warpgroup])
 
 
 class _Item(NamedTuple):
@@ -274,29 +291,21 @@ class _Item(NamedTuple):
     before: jax.Array
 
 
-def _each_item(call: _Call, source: _Prompt | _Pages, take: Callable[[_Item], None]) -> None:
-    """Calls `take` with the items of this CTA in turn.
-
-    The longest items come first. Every second time CTAs take them in the opposite order, so that no CTA has the longest
-    one each time.
-    """
-    cta, (whole, rest) = lax.axis_index("cta"), divmod(call.items, call.ctas)
-
-    def place(turn: jax.Array) -> jax.Array:
-        return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cta, call.ctas - 1 - cta)
+def _each_item(call: _Call, operands: _Operands, take: Callable[[_Item], None]) -> None:
+    """Calls `take` with the items of this CTA in turn."""
+    cta, blocks = lax.axis_index("cta"), jnp.int32(call.length // BLOCK)
 
     def take_one(turn: jax.Array, before: jax.Array) -> jax.Array:
-        tile, its = jnp.divmod(turn * call.ctas + place(turn), jnp.int32(call.heads * call.batch))
-        row, head = jnp.divmod(its, jnp.int32(call.heads))
-        tile = call.length // BLOCK - 1 - tile
-        at = tile + source.first_block(row)
+        number = operands.schedule[1 + turn, cta]
+        its, tile = lax.div(number, blocks), lax.rem(number, blocks)
+        row, head = lax.div(its, jnp.int32(call.heads)), lax.rem(its, jnp.int32(call.heads))
+        at = tile + operands.source.first_block(row)
         seen_from = jnp.int32(0) if call.window is None else at * BLOCK - (call.window - 1)
         first = lax.div(jnp.maximum(seen_from, 0), jnp.int32(BLOCK))
         take(_Item(head, tile, at, row, first, at + 1 - first, before))
         return before + at + 1 - first
 
-    turns = whole + (place(jnp.int32(whole)) < rest).astype(jnp.int32)
-    lax.fori_loop(0, turns, take_one, jnp.int32(0))
+    lax.fori_loop(0, operands.schedule[0, cta], take_one, jnp.int32(0))
 
 
 def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> None:
@@ -328,13 +337,14 @@ def _produce(call: _Call, operands: _Operands, smem: _Shared) -> None:
             smem.keys.load(item.before + step, keys)
             smem.values.load(item.before + step, values)
 
-    _each_item(call, operands.source, load)
+    _each_item(call, operands, load)
 
 
 @jax.named_scope("consumer")
 def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgroup: jax.Array) -> None:
     """Attention of the queries of one consumer warpgroup."""
     plgpu.set_max_registers(232, action="increase")
+    pl.when(warpgroup == 1)(lambda: smem.pass_turn(warpgroup))  # the other one has the first
 
     def attend(item: _Item) -> None:
         # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
@@ -344,7 +354,7 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgrou
         results = gathered * lax.broadcast_in_dim(1 / total, gathered.shape, [0])
         _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
-    _each_item(call, operands.source, attend)
+    _each_item(call, operands, attend)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -359,48 +369,49 @@ def _attend_blocks(
         keys = element_ids(shape, 1) + (item.first + step) * BLOCK
         return element_ids(shape, 0) + start - keys
 
-    def weigh(step: jax.Array, softmax: RunningSoftmax, scores: jax.Array) -> RunningSoftmax:
+    def attend(
+        step: jax.Array, softmax: RunningSoftmax, *, hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    ) -> RunningSoftmax:
+        """With the keys and values of a step; the turn is this consumer's before and after it."""
+        keys = smem.keys.wait(item.before + step)
+
+        def multiply(accumulator: Ref) -> jax.Array:
+            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
+            smem.pass_turn(warpgroup)
+            return accumulator[...]
+
+        with jax.named_scope("scores"):
+            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+        smem.keys.release(item.before + step)
+        if hide is not None:
+            scores = hide(scores, distances(step, scores.shape))
         softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
         softmax, weights = lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
-        softmax = softmax.add_values(weights, smem.values.wait(item.before + step))
+        values = smem.values.wait(item.before + step)
+        smem.take_turn(warpgroup)
+        softmax = softmax.add_values(weights, values)
         smem.values.release(item.before + step)
         return softmax
 
-    def multiply(step: jax.Array, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
-        """What `meanwhile` returns, and the scores of a step, which tensor cores compute at the same time."""
-        keys = smem.keys.wait(item.before + step)
-
-        def both(accumulator: Ref) -> tuple[Any, jax.Array]:
-            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
-            return meanwhile(), accumulator[...]
-
-        with jax.named_scope("scores"):
-            found = pl.run_scoped(both, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-        smem.keys.release(item.before + step)
-        return found
-
-    def attend(
-        step: jax.Array, carry: tuple[RunningSoftmax, jax.Array], *, window: int | None = None
-    ) -> tuple[RunningSoftmax, jax.Array]:
-        """With a step's values, and the scores of the next step; `window` is one that hides some of the keys."""
-        softmax, scores = carry
-        if window is not None:
-            scores = jnp.where(distances(step, scores.shape) < window, scores, -jnp.inf)
-        return multiply(step + 1, lambda: weigh(step, softmax, scores))
-
     with jax.named_scope("prologue"):
         plgpu.barrier_wait(smem.rows_full.at[warpgroup])
-        _, scores = multiply(jnp.int32(0), lambda: None)
+    smem.take_turn(warpgroup)
     # Queries see the blocks before the last one whole, but for those in which the window of one of them begins.
-    carry, last, whole_from = (softmax, scores), item.steps - 1, jnp.int32(0)
+    last, whole_from = item.steps - 1, jnp.int32(0)
     if call.window is not None:
-        outside = item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first
-        whole_from = jnp.clip(outside, 0, last)
-        carry = lax.fori_loop(0, whole_from, partial(attend, window=call.window), carry)
-    softmax, scores = lax.fori_loop(whole_from, last, attend, carry)
-    plgpu.barrier_arrive(smem.rows_empty)
+        whole_from = jnp.clip(item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first, 0, last)
+        softmax = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), softmax)
+    softmax = lax.fori_loop(whole_from, last, attend, softmax)
     window = None if call.window is None or call.window >= BLOCK else call.window
-    return weigh(last, softmax, hide_unseen(scores, distances(last, scores.shape), window))
+    softmax = attend(last, softmax, hide=partial(hide_unseen, window=window))
+    plgpu.barrier_arrive(smem.rows_empty)
+    smem.pass_turn(warpgroup)
+    return softmax
+
+
+def _hide_outside(window: int, scores: jax.Array, distance: jax.Array) -> jax.Array:
+    """`hide_unseen` of keys that are not ahead of the queries."""
+    return jnp.where(distance < window, scores, -jnp.inf)
 
 
 @jax.named_scope("epilogue")
