@@ -18,6 +18,7 @@ from jmx.models.attention.functions import attend, flash_attention
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
+from jmx.pallas.attention.schedule import plan
 from jmx.pallas.attention.softmax import RunningSoftmax
 from jmx.selection.environment import Environment
 
@@ -81,6 +82,18 @@ def check_latent(
     assert got.shape == (batch, heads, rank)
     for row in range(batch):
         assert relative_error(got[row], expected[row]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("ctas", "heads", "blocks", "most"),
+    [(132, 64, 32, 32), (132, 64, 32, 2), (132, 37, 8, 8), (7, 5, 9, 4), (45, 5, 9, 9)],
+)
+def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(ctas: int, heads: int, blocks: int, most: int) -> None:
+    counts, *turns = plan(ctas, heads, blocks, most)
+    taken = [[turn[cta] for turn in turns[:count]] for cta, count in enumerate(counts)]
+    assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
+    steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
+    assert max(steps) - min(steps) <= most + 1
 
 
 # Interpreted
