@@ -14,6 +14,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Case(NamedTuple):
     x: jax.Array
     logits: jax.Array
     dy: jax.Array
-    checked: np.ndarray
+    checked: Any
 
 
 class Outcome(NamedTuple):
@@ -182,8 +183,11 @@ def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -
         one = jax.eval_shape(lambda key: system.prepare(shape.experts(key)), jax.random.key(0))
         arguments = case.x, case.logits, [one] * settings.layers
         forward, both = functions(system)
-        lowered = jax.jit(forward).lower(*arguments), jax.jit(both).lower(*arguments, case.dy)
-        return Program(system, lowered[0].compile(), lowered[1].compile(), note)
+        with ThreadPoolExecutor() as threads:  # compiling needs no lock of Python's, lowering does
+            calls: Any = (forward, arguments), (both, (*arguments, case.dy))
+            compiled = [threads.submit(jax.jit(its).lower(*given).compile) for its, given in calls]
+            reference(shape, settings.layers, min(CHECKED, num_tokens))
+        return Program(system, compiled[0].result(), compiled[1].result(), note)
     except Exception as error:  # whatever a library raises for what it does not support
         return described(error, 300)
 
@@ -195,12 +199,17 @@ def _arrays(shape: Shape, settings: Settings, num_tokens: int) -> Case:
 def expected(shape: Shape, case: Case, layers: list[Any]) -> Outcome:
     """The reference's results for the checked tokens, in float32. `layers`: experts in any layout."""
     x, dy = (array[case.checked].astype(jnp.float32) for array in (case.x, case.dy))
-    return _reference(shape)(x, case.logits[:, case.checked], layers, dy)
+    return reference(shape, len(layers), len(x))(x, case.logits[:, case.checked], layers, dy)
 
 
 @cache  # compiled once for all token counts
-def _reference(shape: Shape) -> Callable[..., Outcome]:
-    return jax.jit(functions(System.of("xla", shape, CHECKED, Environment.probe()))[1])
+def reference(shape: Shape, layers: int, num_tokens: int) -> Callable[..., Outcome]:
+    """The reference for so many layers and tokens, compiled."""
+    x = jax.ShapeDtypeStruct((num_tokens, shape.hidden_size), jnp.float32)
+    logits = jax.ShapeDtypeStruct((layers, num_tokens, shape.num_experts), jnp.float32)
+    experts = jax.eval_shape(shape.experts, jax.random.key(0))
+    both = functions(System.of("xla", shape, num_tokens, Environment.probe()))[1]
+    return jax.jit(both).lower(x, logits, [experts] * layers, x).compile()
 
 
 def errors(got: Outcome, wanted: Outcome, checked: np.ndarray) -> dict[str, float]:

@@ -15,6 +15,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,18 @@ import jax.numpy as jnp
 
 import jmx
 from benchmarks.system_process import described, report
-from benchmarks.training_layer import TOLERANCE, Case, Outcome, Settings, draw, errors, expected, times
+from benchmarks.training_layer import (
+    CHECKED,
+    TOLERANCE,
+    Case,
+    Outcome,
+    Settings,
+    draw,
+    errors,
+    expected,
+    reference,
+    times,
+)
 from jmx import activations, training
 from jmx.numerics.formats import BlockScaled
 from jmx.perf import bench
@@ -119,31 +131,58 @@ def expert_gradients(shape: Shape, case: Case, experts: jmx.Experts) -> tuple[ja
     return jax.vjp(layer, *weights)[1](case.dy.astype(jnp.float32))
 
 
-def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -> Any:
-    """The system and its programs at one token count, or why there are none."""
+class Program(NamedTuple):
+    """A system, and what is compiled for one token count.
+
+    Args:
+        functions: see `functions`.
+        prepare: of the system.
+        of_expert: see `expert_gradients`.
+    """
+
+    system: Trained
+    functions: dict[str, Any]
+    prepare: Any
+    of_expert: Any
+
+
+def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -> Program | str:
+    """The programs at one token count, or why there are none."""
     try:
         case = jax.eval_shape(lambda: draw(shape, settings, num_tokens)[:3])
         system = system_of(name, shape)
-        weights = jax.eval_shape(lambda key: system.prepare(shape.experts(key)), jax.random.key(0))
+        experts = jax.eval_shape(shape.experts, jax.random.key(0))
+        weights = jax.eval_shape(system.prepare, experts)
         given = (*case[:2], weights), (*case[:2], weights, case[2])
-        lowered = {name: jax.jit(its).lower(*given[name != "forward"]) for name, its in functions(system).items()}
-        return system, {name: its.compile() for name, its in lowered.items()}
+        checked = Case(case[0], case[1], case[2], jax.ShapeDtypeStruct((0,), jnp.float32))
+        calls: dict[str, Any] = {name: (its, given[name != "forward"]) for name, its in functions(system).items()}
+        calls |= {"prepare": (system.prepare, (experts,))}
+        calls |= {"of_expert": (partial(expert_gradients, shape), (checked, experts))}
+        with ThreadPoolExecutor() as threads:  # compiling needs no lock of Python's, lowering does
+            waiting = {
+                name: threads.submit(jax.jit(its).lower(*its_own).compile) for name, (its, its_own) in calls.items()
+            }
+            reference(shape, 1, min(CHECKED, num_tokens))
+        compiled = {name: each.result() for name, each in waiting.items()}
+        return Program(
+            system, {name: compiled[name] for name in functions(system)}, compiled["prepare"], compiled["of_expert"]
+        )
     except Exception as error:  # whatever a library raises for what it does not support
         return described(error, 300)
 
 
-def measure(shape: Shape, settings: Settings, num_tokens: int, program: Any) -> dict[str, Any]:
+def measure(shape: Shape, settings: Settings, num_tokens: int, program: Program) -> dict[str, Any]:
     """Checks the results, and times both functions, in us."""
-    (system, compiled), case = program, draw(shape, settings, num_tokens)
+    compiled, case = program.functions, draw(shape, settings, num_tokens)
     experts = shape.experts(jax.random.split(jax.random.key(1), settings.layers)[0])
     wanted = expected(shape, case, [experts])
-    of_expert = jax.jit(partial(expert_gradients, shape))(case._replace(checked=jnp.zeros(0)), experts)
-    weights = jax.block_until_ready(jax.jit(system.prepare)(experts))
+    of_expert = program.of_expert(case._replace(checked=jnp.zeros(0, jnp.float32)), experts)
+    weights = jax.block_until_ready(program.prepare(experts))
     del experts
     arguments = case.x, case.logits, weights
     outcome, dweights = compiled["both"](*arguments, case.dy)
     found = errors(outcome, wanted, case.checked)
-    for role, got, exact in zip(("dgate_up", "ddown"), system.of_expert(dweights), of_expert, strict=True):
+    for role, got, exact in zip(("dgate_up", "ddown"), program.system.of_expert(dweights), of_expert, strict=True):
         found[role] = bench.relative_error(got, exact)
     del outcome, dweights
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))

@@ -4,6 +4,7 @@ python examples/train.py bible.txt run && jmx generate run/checkpoint "And God s
 """
 
 import argparse
+import lzma
 import sys
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def train(folder: Path, text: Path, steps: int, batch: int, length: int, rate: f
     print(f"bits per byte of the last {data.held_out_bytes} bytes, which it was not trained on:")
     for name, its in ("checkpoint", load(folder / "checkpoint")), ("master weights", training.unrounded(model)):
         print(f"{training.bits_per_byte(its, data.held_out, data.held_out_bytes, length):.3f} of the {name}")
+    for name, its in ("these bytes", text.read_bytes()[-data.held_out_bytes :]), ("the whole text", text.read_bytes()):
+        print(f"{8 * len(lzma.compress(its, preset=9)) / len(its):.3f} of `xz -9` of {name}")
 
 
 if __name__ == "__main__":

@@ -411,7 +411,7 @@ def _by_products(
         down = padding.trained_columns(experts.intermediate_size, experts.down.values)
         experts = dataclasses.replace(experts, down=experts.down._replace(values=down))
     x, experts = _widened(x, experts), experts.prepare(problem.layout).as_padded()
-    engine = by_products.engine_of(backend, problem, static.environment, experts, xla.Xla())
+    engine = by_products.engine_of(backend, problem, static.environment, xla.Xla())
     return by_products.forward(problem, x, routing, experts, engine, added=added)[:, :wide]
 
 

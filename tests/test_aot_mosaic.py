@@ -16,7 +16,7 @@ from registers import assert_registers
 from sass import hazards, parse
 
 import jmx
-from jmx import Environment, Experts, Routing
+from jmx import Environment, Experts, Routing, lora
 from jmx.numerics.formats import FORMATS, MXFP4
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
@@ -184,6 +184,41 @@ def test_gradients_compile_into_sound_kernels(format, tokens, order, save, capfd
     for kernel in transposed:
         assert_sound(kernel, config, tile_bytes, num_products=1)
         assert "MOVM" in kernel.sass
+
+
+ADAPTERS = [  # weights, tokens, gate, rank
+    pytest.param("mxfp4", 4096, "interleaved", 16, id="mxfp4-large"),
+    pytest.param("int8_channel", 64, None, 40, id="int8_channel-few"),
+    pytest.param("mxfp4", 4, "interleaved", 3, id="mxfp4-four-tokens", marks=pytest.mark.slow),
+    pytest.param("nvfp4", 4096, "concatenated", 64, id="nvfp4-large", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("format", "tokens", "order", "rank"), ADAPTERS)
+def test_adapters_are_added_in_the_epilogue_of_a_sound_kernel(format, tokens, order, rank, capfd):
+    """It has no more products than the weights' and theirs, and writes the activation of the sum alone."""
+
+    def make(key: jax.Array) -> tuple[Experts, Any]:
+        experts = Experts.random(key, 8, 512, 576, gate_up_order=order, format=FORMATS[format]).prepare(LAYOUT.name)
+        return experts, lora.LoRA(rank, 2 * rank, dtype=jnp.bfloat16).random(key, experts)
+
+    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, its: tuple[Experts, Any]) -> jax.Array:
+        activation = "relu2" if order is None else "swiglu"
+        return jmx.moe(x, Routing(ids, weights), its[0], activation=activation, adapters=its[1], backend=ENGINE.name)
+
+    x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    its = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+    _, kernels = aot.kernels_for_h200(capfd, call, x, ids, weights, its)
+    config = ENGINE.heuristic(jmx.Problem.of(x, 2, its[0], "relu2" if order is None else "swiglu"), H200)
+    products = []
+    for kernel in kernels:
+        most = 16 if rank > 32 else 0  # bytes of registers that are stored
+        assert_sound(kernel, config, Tile.of(FORMATS[format]).bytes, num_products=1, max_stack=most)
+        products.append(sum(each.opcode.startswith("HMMA") for each in parse(kernel.sass)))
+    adds = sum(width // 8 for width in config.widths) * -(-rank // 16)
+    assert products[0] - products[1] == adds or config.split_k > 1, (products, adds)
 
 
 def assert_sound(

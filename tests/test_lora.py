@@ -18,7 +18,8 @@ import jmx.nnx
 from jmx import activations, lora, training
 from jmx.lora import Adapter, Adapters, LoRA
 from jmx.lora.products import TOGETHER
-from jmx.numerics.gate_up import join_gate_up
+from jmx.numerics.gate_up import join_gate_up, split_gate_up
+from jmx.xla.backend import Xla
 
 E, H, I, K, T, R = 4, 64, 96, 2, 13, 3  # noqa: E741
 ORDERS = ("interleaved", "concatenated", "interleaved_up_first", "concatenated_up_first")
@@ -455,3 +456,43 @@ def test_explain_says_which_backends_take_adapters():
     layer = jmx.nnx.MoE(H, I, E, K, lora=LoRA(R), backend="xla", rngs=nnx.Rngs(0))
     explanation = str(jmx.explain(layer, jnp.ones((T, H))))
     assert "with adapters" in explanation
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("form", ["both", "apart", "up alone"])
+def test_a_backend_may_add_before_the_activation(form, rng, monkeypatch):
+    """Where nothing is differentiated; gradients are those of the layer without it."""
+    experts = experts_of(rng, ORDERS[rng.integers(4)])
+    adapters, routing = (
+        adapters_of(rng, experts, FORMS[form], [(), ("b",)][rng.integers(2)], jnp.bfloat16),
+        routing_of(rng),
+    )
+    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
+    calls = []
+
+    def activated(self, product, of_rows, inner, b):
+        calls.append(of_rows.shape)
+        h = self.product(product, of_rows, jnp.float32)
+        ids = jnp.minimum(product.sorted.expert_of(jnp.arange(len(h), dtype=jnp.int32)), E - 1)
+        b = b.astype(jnp.float32)
+        more = jnp.einsum("rk,rnk->rn", inner.astype(jnp.float32), b[ids] if b.ndim == 3 else b[None].repeat(len(h), 0))
+        more += product.experts.take_bias("gate_up", ids).astype(jnp.float32)
+        parts = split_gate_up(h + more, product.experts.gate_up_order)
+        return product.problem.activation(*parts).astype(jnp.bfloat16)
+
+    def run():
+        jax.clear_caches()
+        y, vjp = jax.vjp(lambda x, adapters: moe(x, routing, experts, adapters, backend="xla"), x, adapters)
+        return (y, vjp(y)), moe(x, routing, experts, adapters, backend="xla")
+
+    trained, y = run()
+    monkeypatch.setattr(Xla, "takes_added", lambda self, problem, rank: rank in (R, 2 * R), raising=False)
+    monkeypatch.setattr(Xla, "activated", activated, raising=False)
+    again, at_once = run()
+    assert calls
+    assert not jnp.array_equal(at_once, y)
+    jax.tree.map(np.testing.assert_array_equal, again, trained)
+    assert_alike(at_once.astype(jnp.float32), y.astype(jnp.float32), most=2e-2)
+    with_scales = experts_of(rng, format="int8_channel")
+    with pytest.raises(TypeError, match=r"no gradient of `gate_up.scales`"):
+        jax.grad(lambda e: moe(x, routing, e, adapters, backend="xla").sum(), allow_int=True)(with_scales)

@@ -172,9 +172,12 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
             if one.bias is not None and part == 0:
                 bias = np.asarray(one.bias[experts[b]], np.float32)
                 h += bias if one.order is None else bias[rows_in_order(one.order[experts[b]], order)]
+            if one.added is not None:
+                assert split_k == 1
+                matrix = np.asarray(one.added.matrices[one.added.groups[b]], np.float32)
+                h += np.asarray(one.added.inner[here], np.float32) @ matrix.T
             if order is not None and one.activation is not None:
-                gate, up = (h[:, ::2], h[:, 1::2]) if order == "interleaved" else np.split(h, 2, axis=1)
-                h = activated(one.activation, gate, up)
+                h = activated(one.activation, *split_gate_up(h, order))
             elif one.activation is not None:
                 h = activated(one.activation, h)
             elif order is not None:

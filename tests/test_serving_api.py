@@ -197,6 +197,7 @@ def test_keys_methods_paths_and_types(server: Server) -> None:
     assert server.post("/v1/completions", asked, Authorization="Bearer wrong")[0] == 401
     assert server.post("/v1/completions", asked, Authorization=f"Basic {KEY}")[0] == 401
     assert server.post("/v1/completions", asked, **{"Content-Type": "text/plain"})[0] == 415
+    assert server.post("/v1/completions", asked, **{"Content-Encoding": "gzip"})[0] == 415
     assert server.post("/v1/none", asked)[0] == 404
     assert server.get("/v1/completions")[0] == 405
     server_headers, server.headers = server.headers, {}

@@ -316,7 +316,7 @@ def test_an_exported_step_runs_without_model_code(tmp_path: pathlib.Path, rng: n
         checkpoint = text_checkpoints.write(pathlib.Path(folder, "gpt_oss"), "gpt_oss", layers=2)
         engine = Engine(load(checkpoint, dtype=jnp.float32, backend="xla"), LIMITS)
     exported = engine.export(3)
-    inputs = engine._padding(3, 0)
+    inputs = engine._sizes.padding(3, 0)
     for tables, pool in zip(inputs.tables, engine._state.pools[0], strict=True):
         tables[:] = rng.integers(1, pool.size + 1, tables.shape)
     inputs.positions[:], inputs.row_tokens[:] = rng.integers(72, size=3), rng.integers(256, size=3)
@@ -370,7 +370,7 @@ def test_a_mesh_gives_the_same_tokens(name: str, axes: dict[str, int], rng: np.r
     for request in requests:
         assert tokens_of(outputs, request.id) == alone(name, request)
     assert engine.statistics.cached_tokens > 0
-    assert engine.statistics.preempted > 0 or None not in engine._pools.windows  # windows need few pages
+    assert engine.statistics.preempted > 0 or None not in engine._sizes.pools.windows  # windows need few pages
     assert engine.statistics.load.sum() > 0
 
 

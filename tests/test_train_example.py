@@ -62,6 +62,8 @@ def test_the_loss_falls_and_the_checkpoint_is_loaded(whole: tuple[Path, str]) ->
     assert float(found["40"]) < float(found["20"])
     exported, masters = map(float, re.findall(r"([\d.]+) of the (?:checkpoint|master weights)", printed))
     assert exported <= 1.01 * masters
+    last, every = map(float, re.findall(r"([\d.]+) of `xz -9`", printed))
+    assert 8 > last > every > 0.5
     assert (folder / "loss.png").stat().st_size > 1000
     assert load(folder / "checkpoint").config.num_experts == 16
     generated = subprocess.run(

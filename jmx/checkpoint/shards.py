@@ -215,7 +215,9 @@ def _errors_named(file: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         if file.is_symlink():
             raise CheckpointError(file, f"the file is missing: a link to {os.readlink(file)!r}") from error
-        raise CheckpointError(file, "the file is missing") from error
+        gguf = next(file.parent.glob("*.gguf"), None)
+        rest = "" if gguf is None else f", and {gguf.name!r} beside it is GGUF, which is not read"
+        raise CheckpointError(file, f"the file is missing{rest}") from error
     except OSError as error:
         raise CheckpointError(file, f"the file cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a name with a null character or a surrogate

@@ -5,20 +5,22 @@ products is plain jnp, of which jax takes derivatives; the outputs of the first 
 activation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jmx.engines import products
+from jmx.engines.block_products import Factors, joined, multiply
 from jmx.engines.expert_rows import Rows, combine, dispatch
 from jmx.experts import Experts
 from jmx.grouping import SortedRows
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.routing import Routing
-from jmx.selection.backend import ExpertProduct, ProductBackend, TransposedProduct, WeightProduct
+from jmx.selection.backend import ActivatedProduct, ExpertProduct, ProductBackend, TransposedProduct, WeightProduct
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
@@ -41,7 +43,7 @@ class Inputs(NamedTuple):
 class Added(Protocol):
     """What adapters add to both products; `dtype` is that of the products' inputs."""
 
-    def to_outputs(self, target: str, inputs: Inputs, dtype: Any) -> Float[Array, "n M N"] | None:
+    def to_outputs(self, target: str, inputs: Inputs, dtype: Any) -> Factors | None:
         """To those of the first product: for `gate_up`, `gate` and `up`, see `jmx.lora.adapters.TARGETS`."""
         ...
 
@@ -50,6 +52,10 @@ class Added(Protocol):
     ) -> Float32[Array, "T H"] | None:
         """To the layer's result. `weights`: of the second product's outputs, or None for ones."""
         ...
+
+
+AllFactors = Sequence[Factors | None]  # of what is added to all outputs of the first product, to gate, and to up
+AtOnce = Callable[[Float[Array, "R H"], AllFactors, SortedRows, Experts], Float[Array, "R I"]]
 
 
 class Reference(TransposedProduct, WeightProduct, Protocol):
@@ -61,12 +67,16 @@ class Engine:
     """How products with the experts' weights are computed.
 
     Args:
-        product: a role, rows (R, K), how they are sorted, and the dtype of the result -> (R, W), without a bias.
+        product: a role, rows (R, K), how they are sorted, experts, and the dtype of the result -> (R, W), without a
+            bias.
         outputs: a role and such a result (..., W) -> gate and up (..., I), or all outputs alone.
+        activated: the first product with its activation, before which the products of these factors are added, where
+            the backend has it: rows (R, H), the factors, how rows are sorted, experts -> (R, I).
     """
 
-    product: Callable[[str, Float[Array, "R K"], SortedRows, Any], Float[Array, "R W"]]
+    product: Callable[[str, Float[Array, "R K"], SortedRows, Experts, Any], Float[Array, "R W"]]
     outputs: Callable[[str, Float[Array, "*lead W"]], tuple[Float[Array, "..."], ...]]
+    activated: Callable[[AllFactors], AtOnce | None]
 
 
 def forward(
@@ -90,20 +100,47 @@ def forward(
         inputs = Inputs(None, (inputs.of_rows * weights).astype(x.dtype), rows)
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
 
-    order = experts.gate_up_order
+    with jax.named_scope("gate_up"):
+        targets = ("gate_up", "gate", "up")
+        factors = [None if added is None else added.to_outputs(target, inputs, dtype) for target in targets]
+        bias = experts.take_bias("gate_up", rows.expert_of_block)
+        at_once = engine.activated(factors) if any(factors) else None
+        run = partial(_first, problem, engine, dtype)
+        if at_once is not None:
+            run = products.with_derivative_of(at_once, run)
+        a = run(inputs.of_rows, factors, bias, rows, experts)
+    with jax.named_scope("down"):
+        out = engine.product("down", a.reshape(-1, a.shape[-1]), rows.sorted, experts, jnp.float32)
+        (out,) = engine.outputs("down", rows.blocked(out))
+        bias = experts.take_bias("down", rows.expert_of_block)
+        if bias is not None:
+            out += bias[:, None].astype(jnp.float32)
+    with jax.named_scope("combine"):
+        flat: Float32[Array, "R H"] = out.reshape(-1, out.shape[-1])
+        y = combine(flat if problem.on_input else flat * weights, rows)
+        more = None if added is None else added.to_result(a, rows, None if problem.on_input else weights, dtype)
+        return (y if more is None else y + more).astype(x.dtype)
+
+
+def _first(
+    problem: Problem,
+    engine: Engine,
+    dtype: Any,
+    of_rows: Float[Array, "R H"],
+    factors: AllFactors,
+    bias: Float[Array, "n N"] | None,
+    rows: Rows,
+    experts: Experts,
+) -> Float[Array, "n M I"]:
+    """The activation of the first product's outputs, their bias, and what is added to both, to gate and to up."""
 
     def apart(h: Float[Array, "*lead N"]) -> tuple[Float[Array, "..."], ...]:
-        return (h,) if order is None else split_gate_up(h, order)
-
-    def bias_of(role: str) -> Float32[Array, "n 1 N"] | None:
-        bias = experts.take_bias(role, rows.expert_of_block)
-        return None if bias is None else bias[:, None].astype(jnp.float32)
+        return (h,) if problem.gate_up_order is None else split_gate_up(h, problem.gate_up_order)
 
     @jax.checkpoint  # else the backward pass would save several float32 arrays of the size of h
-    def activated(h: Float[Array, "n M W"], *more: Any) -> Float[Array, "n M I"]:
+    def activated(h: Float[Array, "n M W"], bias: Any, both: Any, *halves: Any) -> Float[Array, "n M I"]:
         parts = [part.astype(jnp.float32) for part in engine.outputs("gate_up", h)]
-        both, *halves = more[:-2], *more[-2:]
-        for each in both:
+        for each in (bias, both):
             if each is not None:
                 parts = [part + its for part, its in zip(parts, apart(each), strict=True)]
         for i, half in enumerate(halves):
@@ -112,30 +149,17 @@ def forward(
         ids = () if problem.activation.num_experts is None else (rows.expert_of_block,)
         return problem.activation(*parts, *ids).astype(dtype)
 
-    with jax.named_scope("gate_up"):
-        h = rows.blocked(engine.product("gate_up", inputs.of_rows, rows.sorted, dtype))
-        targets = ("gate_up", "gate", "up")
-        more = (None if added is None else added.to_outputs(target, inputs, dtype) for target in targets)
-        a = activated(h, bias_of("gate_up"), *more)
-    with jax.named_scope("down"):
-        out = engine.product("down", a.reshape(-1, a.shape[-1]), rows.sorted, jnp.float32)
-        (out,) = engine.outputs("down", rows.blocked(out))
-        bias = bias_of("down")
-        if bias is not None:
-            out += bias
-    with jax.named_scope("combine"):
-        flat: Float32[Array, "R H"] = out.reshape(-1, out.shape[-1])
-        y = combine(flat if problem.on_input else flat * weights, rows)
-        more = None if added is None else added.to_result(a, rows, None if problem.on_input else weights, dtype)
-        return (y if more is None else y + more).astype(x.dtype)
+    h = rows.blocked(engine.product("gate_up", of_rows, rows.sorted, experts, dtype))
+    more = (None if its is None else multiply(its, rows, dtype) for its in factors)
+    return activated(h, None if bias is None else bias[:, None].astype(jnp.float32), *more)
 
 
-def engine_of(
-    backend: ProductBackend, problem: Problem, environment: Environment, experts: Experts, reference: Reference
-) -> Engine:
+def engine_of(backend: ProductBackend, problem: Problem, environment: Environment, reference: Reference) -> Engine:
     """The products of a backend. Their cotangents are those of `reference` where it has none."""
 
-    def product(role: str, rows: Float[Array, "R K"], sorted: SortedRows, dtype: Any) -> Float[Array, "R W"]:
+    def product(
+        role: str, rows: Float[Array, "R K"], sorted: SortedRows, experts: Experts, dtype: Any
+    ) -> Float[Array, "R W"]:
         like = rows.dtype
 
         def of(sorted: SortedRows, experts: Experts) -> ExpertProduct:
@@ -143,7 +167,7 @@ def engine_of(
 
         def in_order(dresult: Float[Array, "R W"]) -> Float[Array, "R N"]:
             parts = backend.outputs(problem, role, dresult)
-            dy = join_gate_up(*parts, str(experts.gate_up_order)) if len(parts) == 2 else parts[0]
+            dy = join_gate_up(*parts, str(problem.gate_up_order)) if len(parts) == 2 else parts[0]
             return dy.astype(jnp.bfloat16 if like == jnp.bfloat16 else jnp.float32)
 
         def run(rows: Float[Array, "R K"], sorted: SortedRows, experts: Experts) -> Float[Array, "R W"]:
@@ -163,4 +187,22 @@ def engine_of(
 
         return products.differentiable(role, run, transposed, outer)(rows, sorted, experts)
 
-    return Engine(product, lambda role, result: backend.outputs(problem, role, result))
+    def activated(factors: AllFactors) -> AtOnce | None:
+        engine: Any = backend  # a type checker would take it for one or the other protocol
+        given = [its for its in factors if its is not None]
+        if not isinstance(engine, ActivatedProduct) or given[0].inner.dtype != jnp.bfloat16:
+            return None
+        if not engine.takes_added(problem, sum(its.inner.shape[1] for its in given)):
+            return None
+
+        def at_once(
+            rows: Float[Array, "R H"], factors: AllFactors, sorted: SortedRows, experts: Experts
+        ) -> Float[Array, "R I"]:
+            both, gate, up = factors
+            one = joined(both, gate, up, problem.gate_up_order)
+            assert one is not None
+            return engine.activated(ExpertProduct(problem, "gate_up", sorted, experts, environment), rows, *one)
+
+        return at_once
+
+    return Engine(product, lambda role, result: backend.outputs(problem, role, result), activated)

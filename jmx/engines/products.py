@@ -64,6 +64,38 @@ def differentiable(role: str, product: Product, transposed: Product, outer: Oute
     )
 
 
+def with_derivative_of(
+    at_once: Callable[..., Float[Array, "R I"]], first: Callable[..., Float[Array, "n M I"]]
+) -> Callable[..., Float[Array, "n M I"]]:
+    """A function that is `at_once`, and where it is differentiated `first`. The gradient of a quantized weight is a
+    TypeError that names it.
+
+    Args:
+        at_once: rows (R, H), factors, how rows are sorted, experts -> (R, I).
+        first: rows, factors, bias rows of blocks or None, `expert_rows.Rows`, experts -> (n, M, I). Neither may have
+            arrays of its own.
+    """
+
+    @jax.custom_vjp
+    def call(of_rows: Any, factors: Any, bias: Any, rows: Any, experts: Experts) -> Float[Array, "n M I"]:
+        del bias  # that of the experts
+        return rows.blocked(_batchable(at_once)(of_rows, factors, rows.sorted, experts))
+
+    def forward(*arguments: Any) -> tuple[Float[Array, "n M I"], Any]:
+        refuse_weight_gradients(arguments[-1])
+        *given, rows, experts = jax.tree.map(
+            lambda primal: primal.value, arguments, is_leaf=lambda leaf: hasattr(leaf, "perturbed")
+        )
+        return jax.vjp(lambda *its: first(*its, rows, experts), *given)
+
+    def backward(vjp: Any, da: Any) -> tuple[Any, ...]:
+        given = (None, None, None) if isinstance(da, SymbolicZero) else vjp(da)
+        return (*given, None, None)
+
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call
+
+
 def _of_stack(experts: Experts, role: str, dweights: Float[Array, "E N K"]) -> Float[Array, "*lead E N K"]:
     """The cotangent of the weights of all layers of a stack, by that of one."""
     values = getattr(experts, role).values

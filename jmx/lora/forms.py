@@ -2,9 +2,10 @@
 
 import jax.numpy as jnp
 
+from jmx.engines.block_products import of_half, side_by_side
 from jmx.experts import Experts
 from jmx.lora.adapters import Adapter, Adapters
-from jmx.numerics.gate_up import join_gate_up, split_gate_up
+from jmx.numerics.gate_up import split_gate_up
 from jmx.util.typing import Array, Float
 
 
@@ -19,14 +20,12 @@ def fused(adapters: Adapters, experts: Experts) -> Adapters:
 
     def columns(adapter: Adapter, *, of_up: bool) -> Float[Array, "*lead N r"]:
         b = jnp.asarray(adapter.b)
-        b = b * jnp.asarray(adapter.scale / scale, b.dtype)
-        halves = (jnp.zeros_like(b.mT), b.mT) if of_up else (b.mT, jnp.zeros_like(b.mT))
-        return join_gate_up(*halves, order).mT
+        return of_half(b * jnp.asarray(adapter.scale / scale, b.dtype), order, of_up=of_up)
 
     parts = [(each, of_up) for each, of_up in ((gate, False), (up, True)) if each is not None]
     matrices = {
-        "a": _side_by_side([jnp.asarray(each.a) for each, _ in parts], -2),
-        "b": _side_by_side([columns(each, of_up=of_up) for each, of_up in parts], -1),
+        "a": side_by_side([jnp.asarray(each.a) for each, _ in parts], -2),
+        "b": side_by_side([columns(each, of_up=of_up) for each, of_up in parts], -1),
     }
     return Adapters(gate_up=Adapter(**matrices, scale=scale), down=adapters.down)
 
@@ -44,9 +43,3 @@ def in_halves(adapters: Adapters, experts: Experts) -> Adapters:
         return adapters
     gate, up = (half.mT for half in split_gate_up(jnp.asarray(both.b).mT, experts.gate_up_order))
     return Adapters(gate=Adapter(both.a, gate, both.scale), up=Adapter(both.a, up, both.scale), down=adapters.down)
-
-
-def _side_by_side(parts: list[Float[Array, "..."]], axis: int) -> Float[Array, "..."]:
-    """Matrices side by side; one that is shared beside one of each expert is repeated for each."""
-    lead = max((part.shape[:-2] for part in parts), key=len)
-    return jnp.concatenate([jnp.broadcast_to(part, (*lead, *part.shape[-2:])) for part in parts], axis=axis)

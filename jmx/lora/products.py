@@ -10,14 +10,13 @@ columns, of which each row takes r: it reads tokens, not their rows, and copies 
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from jmx.engines.block_products import Factors, block_product, dot
 from jmx.engines.by_products import Inputs
 from jmx.engines.expert_rows import Rows, collect, combine, take
 from jmx.lora.adapters import Adapter, Adapters
-from jmx.util.typing import Array, Float, Float32, Int32
-from jmx.xla.dot import precision
+from jmx.util.typing import Array, Float, Float32
 
 # Columns of all experts together, for each slot of a token, up to which one product with all of them is used. By count
 # an H200 multiplies a token by 256 columns in the time in which it reads and writes one of its rows.
@@ -31,18 +30,19 @@ class AddedBy:
 
     adapters: Adapters
 
-    def to_outputs(self, target: str, inputs: Inputs, dtype: Any) -> Float[Array, "n M N"] | None:
+    def to_outputs(self, target: str, inputs: Inputs, dtype: Any) -> Factors | None:
         adapter: Adapter | None = getattr(self.adapters, target)
         if adapter is None:
             return None
         rows, a = inputs.rows, adapter.a.astype(dtype)
         if inputs.tokens is not None and _together(a, adapter.rank, rows):
             every = a.reshape(-1, a.shape[-1])
-            inner = _dot("tk,nk->tn", inputs.tokens.astype(dtype), every, jnp.float32)
-            inner = rows.blocked(take(inner.reshape(len(inner), -1, adapter.rank), rows))
+            inner = dot("tk,nk->tn", inputs.tokens.astype(dtype), every, jnp.float32)
+            inner = take(inner.reshape(len(inner), -1, adapter.rank), rows)
         else:
-            inner = _product(rows.blocked(inputs.of_rows).astype(dtype), a, rows.expert_of_block, jnp.float32)
-        return _product(_scaled(inner, adapter, dtype), adapter.b.astype(dtype), rows.expert_of_block, dtype)
+            inner = block_product(rows.blocked(inputs.of_rows).astype(dtype), a, rows.expert_of_block, jnp.float32)
+            inner = inner.reshape(-1, adapter.rank)
+        return Factors(_scaled(inner, adapter, dtype), adapter.b.astype(dtype))
 
     def to_result(
         self, a: Float[Array, "n M I"], rows: Rows, weights: Float32[Array, "R 1"] | None, dtype: Any
@@ -51,15 +51,15 @@ class AddedBy:
         if adapter is None:
             return None
         b = adapter.b.astype(dtype)
-        inner = _product(a.astype(dtype), adapter.a.astype(dtype), rows.expert_of_block, jnp.float32)
+        inner = block_product(a.astype(dtype), adapter.a.astype(dtype), rows.expert_of_block, jnp.float32)
         if not _together(b, adapter.rank, rows):
-            out = _product(_scaled(inner, adapter, dtype), b, rows.expert_of_block, dtype).astype(jnp.float32)
+            out = block_product(_scaled(inner, adapter, dtype), b, rows.expert_of_block, dtype).astype(jnp.float32)
             flat = out.reshape(-1, out.shape[-1])
             return combine(flat if weights is None else flat * weights, rows)
         flat = inner.reshape(-1, adapter.rank)
         flat = flat if weights is None else flat * weights
         of_tokens = _scaled(collect(flat, rows, b.shape[0] if b.ndim == 3 else 1), adapter, dtype)
-        return _dot("ter,enr->tn", of_tokens, b if b.ndim == 3 else b[None], jnp.float32)
+        return dot("ter,enr->tn", of_tokens, b if b.ndim == 3 else b[None], jnp.float32)
 
 
 def _scaled(inner: Float32[Array, "*lead r"], adapter: Adapter, dtype: Any) -> Float[Array, "*lead r"]:
@@ -71,34 +71,3 @@ def _together(matrix: Float[Array, "..."], rank: int, rows: Rows) -> bool:
     """Whether all tokens are multiplied by the matrices of all experts, (E, ...), or by the one that they share."""
     every = rank * (matrix.shape[0] if matrix.ndim == 3 else 1)
     return every <= TOGETHER * rows.expert_ids.shape[1]
-
-
-def _dot(numbers: str, left: Float[Array, "..."], right: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    return jnp.einsum(numbers, left, right, precision=precision(left.dtype), preferred_element_type=dtype)
-
-
-def _product(
-    blocks: Float[Array, "n M K"], matrix: Float[Array, "*lead N K"], expert_of_block: Int32[Array, " n"], dtype: Any
-) -> Float[Array, "n M N"]:
-    """Each row times its expert's matrix (E, N, K), or the one (N, K) of all, transposed; the result is of `dtype`."""
-    if matrix.ndim == 2:
-        return _dot("bmk,nk->bmn", blocks, matrix, dtype)
-    return _dot("bmk,bnk->bmn", blocks, _take(matrix, expert_of_block), dtype)
-
-
-@jax.custom_vjp
-def _take(matrices: Float[Array, "E N K"], experts: Int32[Array, " n"]) -> Float[Array, "n N K"]:
-    """The matrices of some experts. Its transpose is a product with a one-hot matrix, whose sums have one order."""
-    return matrices.at[experts].get(mode="promise_in_bounds")
-
-
-def _take_backward(residuals: tuple[Any, Any], d: Float[Array, "n N K"]) -> tuple[Any, None]:
-    experts, like = residuals
-    chosen = (jnp.arange(like.shape[0])[:, None] == experts).astype(d.dtype)
-    total = jnp.einsum("eb,bnk->enk", chosen, d, precision=precision(d.dtype), preferred_element_type=jnp.float32)
-    return total.astype(d.dtype), None
-
-
-_take.defvjp(
-    lambda matrices, experts: (_take(matrices, experts), (experts, jnp.zeros((matrices.shape[0], 0)))), _take_backward
-)

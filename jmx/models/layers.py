@@ -11,8 +11,8 @@ from jax import lax
 import jmx
 from jmx.models import few_rows
 from jmx.models.quantized_weights import QuantizedWeights
+from jmx.numerics.formats import precision
 from jmx.parallel.peer import all_sum
-from jmx.xla.dot import precision
 
 # Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]

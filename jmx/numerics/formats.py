@@ -426,3 +426,8 @@ def _of_bytes(array: UInt8[AnyArray, "*shape"], dtype: np.dtype) -> Shaped[AnyAr
 def one(format: Format, dtype: Any) -> float:
     """The value of an array of scales of that dtype that represents 1.0."""
     return _SCALE_BYTES[format.scale_dtype] if dtype == jnp.uint8 else 1.0
+
+
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
+    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None

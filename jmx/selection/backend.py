@@ -116,6 +116,31 @@ class ProductBackend(Backend, Protocol):
 
 
 @runtime_checkable
+class ActivatedProduct(Protocol):
+    """What a `ProductBackend` has that adds a product with few columns to its sums before the activation."""
+
+    def takes_added(self, problem: Problem, rank: int) -> bool:
+        """Whether it does for a problem that it supports, and so many columns."""
+        ...
+
+    def activated(
+        self,
+        product: ExpertProduct,
+        rows: Float[Array, "R H"],
+        inner: Float[Array, "R r"],
+        b: Float[Array, "*experts N r"],
+    ) -> Float[Array, "R I"]:
+        """The activation of outputs, the bias, and b @ inner of each row, in bfloat16, while tracing.
+
+        Args:
+            product: that of "gate_up".
+            rows: as of `ProductBackend.product`.
+            inner, b: bfloat16. Rows of b, which may be one of all experts, are in the order of the weight's.
+        """
+        ...
+
+
+@runtime_checkable
 class TransposedProduct(Protocol):
     """What a `ProductBackend` has whose gradients are not the reference's."""
 

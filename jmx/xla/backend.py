@@ -71,7 +71,7 @@ class Xla(LimitedBackend):
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         if experts.format.is_float:
-            engine = by_products.engine_of(self, problem, environment, experts, self)
+            engine = by_products.engine_of(self, problem, environment, self)
             return by_products.forward(problem, x, routing, experts, engine)
         return forward(problem, x, routing, experts)
 

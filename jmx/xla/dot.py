@@ -6,20 +6,14 @@ and sums in one pass over the bytes, which for one row or a few is several times
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmx.numerics import element_codes, quantization
-from jmx.numerics.formats import BlockScaled, Format
+from jmx.numerics.formats import BlockScaled, Format, precision
 from jmx.util.typing import Array, Float, Float32
 
 _ROWS = 4  # weight rows that share one pass over the activations
-
-
-def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
-    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def dequantized_dot(
@@ -57,7 +51,7 @@ def outer(dout: Float[Array, "C M N"], a: Float[Array, "C M K"], dtype: Any) -> 
         dout.astype(dtype),
         a.astype(dtype),
         (((1,), (1,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        precision=precision(dtype),
         preferred_element_type=jnp.float32,
     )
 

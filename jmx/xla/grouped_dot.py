@@ -13,8 +13,8 @@ from jax import lax
 
 from jmx import grouping, meshes
 from jmx.grouping import Blocks
+from jmx.numerics.formats import precision
 from jmx.util.typing import Array, Float, Float32, Int32
-from jmx.xla.dot import precision
 
 _BLOCK = 128  # the most rows of a block
 

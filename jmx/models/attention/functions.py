@@ -10,9 +10,9 @@ from jax import lax
 import jmx
 from jmx.models.attention import prompt_gradients
 from jmx.models.attention.choice import Case, choose
+from jmx.numerics.formats import precision
 from jmx.pallas.attention import decode, latent_decode, prefill
 from jmx.util.typing import Array
-from jmx.xla.dot import precision
 
 # Queries per block: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128

@@ -15,7 +15,7 @@ from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
 from jmx.models.paged_cache import PagedLayer
 from jmx.models.rope import rotate
-from jmx.xla.dot import precision
+from jmx.numerics.formats import precision
 
 
 class LatentConfig(Config, Protocol):

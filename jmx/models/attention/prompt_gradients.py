@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmx.numerics.formats import precision
 from jmx.util.typing import Array, Float, Float32, Int32
-from jmx.xla.dot import precision
 
 SQUARES = (1024, 512, 256, 128)  # queries, and keys, of a square: the first that divides the prompt
 OF_WINDOWS = (256, 128)  # likewise, where a window leaves most squares empty

@@ -50,7 +50,7 @@ class MosaicFloat(LimitedBackend):
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
-        engine = by_products.engine_of(self, problem, environment, experts, self)
+        engine = by_products.engine_of(self, problem, environment, self)
         return by_products.forward(problem, x, routing, experts, engine)
 
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R N"]:

@@ -4,6 +4,7 @@ A tile of 64 rows of a gated weight has 8 rows of gate, 8 of up, and so on. Mult
 outputs come in that order, and the transposed weight takes them in it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import lax
 from jmx.experts import Experts
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.gate_up import is_interleaved, is_up_first
+from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.sm90.gemm import Rows
@@ -35,6 +37,25 @@ def product_alone(role: str, experts: Experts, dtype: Any, row_scales: Float32[A
         order = rows_of_tiles(experts.intermediate_size, experts.gate_up_order)
         weight, rows = _with_rows(gate_up, experts, order), order.size
     return Product(weight, experts.format, None, Rows(rows, None), dtype, row_scales=row_scales)
+
+
+def activated(
+    experts: Experts, activation: Callable[..., Array], row_scales: Float32[Array, " X"] | None, added: Added
+) -> Product:
+    """The first product with its bias, `added` and the activation, of bfloat16. `row_scales`: as in `Product`."""
+    every = experts.merged()
+    weight, _ = alike(every.gate_up, every.down, experts.format)
+    rows = Rows(experts.spec("gate_up").shape[0], experts.gate_up_order)
+    return Product(
+        weight,
+        experts.format,
+        every.gate_up_bias,
+        rows,
+        jnp.bfloat16,
+        activation,
+        row_scales=row_scales,
+        added=added,
+    )
 
 
 def transposed(role: str, experts: Experts, users: Int32[Array, " B"]) -> Product:

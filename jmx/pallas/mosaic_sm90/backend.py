@@ -9,9 +9,9 @@ GEMM is a kernel of its own, because h is rounded in between.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +37,13 @@ from jmx.selection.backend import ExpertProduct, Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits
-from jmx.util.typing import Array, Float, Float32
+from jmx.util.typing import Array, Float, Float32, Int32
+
+if TYPE_CHECKING:
+    from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
+_MOST_ADDED = 64  # columns of what an epilogue adds: its time grows by 16 of them
 
 
 def takes_inputs(format: Format, input_format: str | None) -> bool:
@@ -170,20 +174,55 @@ class MosaicSm90(LimitedBackend):
 
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
         from jmx.pallas.mosaic_sm90.alone import product_alone
+
+        return self._one_product(
+            product, rows, lambda scales, groups: product_alone(product.role, product.experts, dtype, scales)
+        )
+
+    def _one_product(
+        self,
+        product: ExpertProduct,
+        rows: Float[Array, "R K"],
+        made: "Callable[[Float32[Array, ' R'] | None, Int32[Array, ' B']], Product]",
+    ) -> Float[Array, "R W"]:
+        """What `made` returns for the scales of rows and the expert of each block, as a kernel of its own."""
         from jmx.pallas.mosaic_sm90.kernel import one_product
 
         problem, experts, environment = product.problem, product.experts, product.environment
         config = tuning.config(self, problem, environment).config
         given = rounded(problem, experts, product.role, rows)
+        blocks = product.sorted.blocks(config.block_n, ROW_ALIGNMENT)
         return one_product(
             padded(given.values),
-            product_alone(product.role, experts, dtype, given.scales),
-            product.sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert),
+            made(given.scales, blocks.experts),
+            blocks.of_layer(experts.first_expert),
             split_k=1,
             config=config,
             num_rows=rows.shape[0],
             num_cores=environment.core_count or 1,
         )
+
+    def takes_added(self, problem: Problem, rank: int) -> bool:
+        return problem.activation.num_experts is None and rank <= _MOST_ADDED
+
+    def activated(
+        self,
+        product: ExpertProduct,
+        rows: Float[Array, "R H"],
+        inner: Float[Array, "R r"],
+        b: Float[Array, "*experts N r"],
+    ) -> Float[Array, "R I"]:
+        # Importing Pallas takes a second.
+        from jmx.pallas.mosaic_sm90.added import Added
+        from jmx.pallas.mosaic_sm90.alone import activated
+
+        experts, activation = product.experts, in_kernel(product.problem.activation)
+
+        def made(scales: Float32[Array, " R"] | None, groups: Int32[Array, " B"]) -> "Product":
+            added = Added.of(inner, b, groups) if b.ndim == 3 else Added.of(inner, b[None], jnp.zeros_like(groups))
+            return activated(experts, activation, scales, added)
+
+        return self._one_product(product, rows, made)[:, : experts.intermediate_size]
 
     def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float32[Array, "R K"]:
         from jmx.pallas.mosaic_sm90 import alone, kernel

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.numerics.formats import MXFP4
-from jmx.pallas.mosaic_sm90 import tile_mma, transposed
+from jmx.pallas.mosaic_sm90 import added, tile_mma, transposed
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm
 from jmx.pallas.mosaic_sm90.scheduler import WorkItem
 from jmx.pallas.sm90 import accumulator, counters, epilogue
@@ -38,6 +38,7 @@ class Loaded(NamedTuple):
         x_row, first_row, num_rows: of the block, in the rows read, if these have scales, and in the result.
         exponent, rescale: of MXFP4, from `tile_mma.tile_scalars`; None for other formats.
         channel_scales, bias: of the thread's first and second row, where the product has them.
+        group: of what is added, where something is.
     """
 
     item: WorkItem
@@ -48,6 +49,7 @@ class Loaded(NamedTuple):
     rescale: Float32[Array, ""] | None
     channel_scales: RowSums | None
     bias: RowSums | None
+    group: Scalar | None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Consumer:
             )
             first_row, num_rows = blocks.first_row(blocks.out_rows, item.block), blocks.count_of(item.block)
             x_row = None if operands.row_scales is None else blocks.first_row(gemm.x_rows, item.block)
-        return Loaded(item, x_row, first_row, num_rows, exponent, rescale, channel_scales, bias)
+            group = None if operands.added is None else operands.added.groups[item.block]
+        return Loaded(item, x_row, first_row, num_rows, exponent, rescale, channel_scales, bias, group)
 
     def compute(self, turn: Scalar, loaded: Loaded) -> Loaded:
         """Computes a work item; returns what the prologue of the next one has loaded."""
@@ -155,7 +158,8 @@ class Consumer:
 
     @jax.named_scope("epilogue")
     def finish(self, loaded: Loaded, width: int, sums: RowSums) -> None:
-        """The epilogue: rescales the sums, applies scales, bias and activation, stores the results and signals them."""
+        """The epilogue: rescales the sums, applies scales, adds bias and `added`, applies the activation, stores the
+        results and signals them."""
         gemm, item, product = self.gemm, loaded.item, self.gemm.product
         rescale = 2.0**gemm.decoder.rescale_exponent if loaded.rescale is None else loaded.rescale
         outs = [total * rescale for total in sums]
@@ -166,6 +170,9 @@ class Consumer:
         if loaded.bias is not None:
             once = jnp.where(item.part == 0, jnp.float32(1), jnp.float32(0))
             outs = [out + epilogue.repeat(row, width) * once for out, row in zip(outs, loaded.bias, strict=True)]
+        if loaded.group is not None:
+            place = item.tile, loaded.first_row, loaded.num_rows
+            outs = added.add(outs, gemm.operands.added, product.rows, loaded.group, *place)
         if product.activation is not None:
             gated = product.rows.gate_up_order is not None
             outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
+from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
@@ -32,12 +33,14 @@ class Product(BaseProduct):
             Columns of the rows are in the weight's order of tiles (`Rows.stored`), and already multiplied by its scales
             of whole rows. `rows` are the weight's columns. There is no bias and no activation.
         shifts: of each block of rows, with `transposed` and MXFP4: a shift (see `layout`) for all tiles of its expert.
+        added: to the sums before the activation; None: 0. The product must have one part.
     """
 
     order: Int32[Array, "E outputs"] | None = None
     row_scales: Float32[Array, " X"] | None = None
     transposed: bool = False
     shifts: Int32[Array, " B"] | None = None
+    added: Added | None = None
 
     @property
     def stored(self) -> Rows:
@@ -53,7 +56,7 @@ def operands_of(product: Product) -> Operands:
     if product.transposed:
         operands = operands._replace(channel_scales=None)
     order = None if operands.channel_scales is None and operands.bias is None else product.order
-    return operands._replace(order=order, row_scales=product.row_scales, shifts=product.shifts)
+    return operands._replace(order=order, row_scales=product.row_scales, shifts=product.shifts, added=product.added)
 
 
 class SharedMemory(NamedTuple):

@@ -149,7 +149,7 @@ def wait_for_product(acc: Float32[Array, "64 n"]) -> Float32[Array, "64 n"]:
 
 
 _LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-_MULTIPLY = (
+MULTIPLY = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
@@ -193,7 +193,7 @@ def multiply_few(
             c = sums[4 * eight : 4 * eight + 4]
             for piece in range(TILE // 16):
                 mine = [a[2 * piece + eights, r] for eights in range(2) for r in range(2)]
-                c = utils.inline_ptx(_MULTIPLY, *mine, *b[2 * piece : 2 * piece + 2], *c, result_types=[f32()] * 4)
+                c = utils.inline_ptx(MULTIPLY, *mine, *b[2 * piece : 2 * piece + 2], *c, result_types=[f32()] * 4)
             out += c
         return accumulator(acc, out)
 

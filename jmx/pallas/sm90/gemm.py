@@ -98,7 +98,8 @@ class Operands(NamedTuple):
         scales: of blocks, which are copied with the tiles.
         channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
         bias: as in `BaseProduct`.
-        order, row_scales, shifts: as in `mosaic_sm90`'s products; `order` only if there is `bias` or `channel_scales`.
+        order, row_scales, shifts, added: as in `mosaic_sm90`'s products; `order` only if there is `bias` or
+            `channel_scales`.
     """
 
     values: Ref
@@ -109,6 +110,7 @@ class Operands(NamedTuple):
     order: Ref = None
     row_scales: Ref = None
     shifts: Ref = None
+    added: Any = None
 
     @classmethod
     def of(cls, product: BaseProduct) -> "Operands":

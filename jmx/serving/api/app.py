@@ -93,6 +93,9 @@ async def _body(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"`Content-Type` (={kind[:50]!r}) must be application/json")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(415, f"`Content-Encoding` (={coding[:50]!r}) must not be given: bodies are not compressed")
     return await read_object(request)
 
 

@@ -167,21 +167,26 @@ def decode_of(weights: Weights, pools: Sequence[int], steps: int) -> Callable[..
 
     def run(arrays: list[jax.Array], pages: list[jax.Array], last: jax.Array, inputs: Inputs) -> Decoded:
         model: Model = weights.merge(arrays)
-        into, whole = jnp.where(inputs.draws, inputs.slots, len(last)), model.whole
+
+        def by_row(array: jax.Array) -> jax.Array:
+            return array if model.split is None else model.split.place(array, "token")
 
         def step(carry: Any, number: jax.Array) -> Any:
-            pages, last = carry
+            pages, known = carry
             integers, floats = inputs.sampling
             rows = Rows(jnp.asarray(integers).at[:, 2].add(number.astype(jnp.uint32)), floats)
-            known = jnp.where(number == 0, jnp.asarray(inputs.row_tokens), -1)
             now = inputs._replace(row_tokens=known, positions=jnp.asarray(inputs.positions) + number)
             pages, passed = once(arrays, pages, last, now)
             drawn = choose_simply(passed.logits, rows, Level.RANDOM)
-            return (pages, whole(last.at[into].set(drawn, mode="drop"))), (drawn, passed.router_logits)
+            return (pages, by_row(drawn.reshape(known.shape))), (drawn, passed.router_logits)
 
-        (pages, last), (drawn, router) = jax.lax.scan(step, (pages, last), jnp.arange(steps, dtype=jnp.int32))
+        # A row's next token comes from the device that drew it: groups of devices exchange nothing between passes.
+        first = by_row(jnp.asarray(inputs.row_tokens))
+        (pages, _), (drawn, router) = jax.lax.scan(step, (pages, first), jnp.arange(steps, dtype=jnp.int32))
+        into = jnp.where(inputs.draws, inputs.slots, len(last))
+        tokens, results = model.whole((last.at[into].set(drawn[-1], mode="drop"), Results(drawn, None)))
         router = router[-1] if model.split is None else model.split.place(router[-1], None, "token")
-        return Decoded(pages, last, whole(Results(drawn, None)), router)
+        return Decoded(pages, tokens, results, router)
 
     return run
 
