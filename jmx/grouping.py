@@ -244,7 +244,7 @@ class SortedRows(NamedTuple):
 
     def blocks(self, block_m: int, align: int, *, whole: bool = False) -> Blocks:
         """Work items of at most `block_m` rows, as those of `many`. `align` divides that of the rows."""
-        return _split_groups(self.sizes, self.starts, self.row_of.size, block_m, align, whole)
+        return _split_groups(self.sizes, self.starts, self.row_of.size, Cut(block_m, align, whole))
 
     def expert_of(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
         """The expert of each of some rows, by its number; of rows between those of experts, any expert."""
@@ -260,15 +260,27 @@ def sort_rows(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int
     return SortedRows(rows.reshape(expert_ids.shape), of_row, sizes, starts)
 
 
-def many(
-    expert_ids: Integer[AnyArray, "T k"], num_experts: int, block_m: int, align: int = 1, *, whole: bool = False
-) -> Work:
-    """Assignments of `expert_ids` (T, k), any integer dtype, sorted by expert and split into blocks of `block_m` rows.
+class Cut(NamedTuple):
+    """How sorted rows are split into blocks.
 
-    Blocks read and write the same rows, in sorted order; each expert's rows begin at a multiple of `align`, a power of
-    two. Rows between those of experts read token 0. An expert's blocks differ by at most `align` rows or, with `whole`,
-    are full except the last one. `block_m` is a multiple of `align`.
+    `block_m`: the most rows of a block, a multiple of `align`, by which each expert's rows begin, a power of two.
+    `whole`: whether all blocks of an expert but the last have `block_m` rows; otherwise they differ by at most `align`.
+    `largest_first`: whether larger blocks come before smaller ones (sizes in multiples of `align` if they are not
+        `whole`), those of an expert next to each other but for its last one; otherwise experts are in the order of ids.
     """
+
+    block_m: int
+    align: int = 1
+    whole: bool = False
+    largest_first: bool = False
+
+
+def many(expert_ids: Integer[AnyArray, "T k"], num_experts: int, cut: Cut) -> Work:
+    """Assignments of `expert_ids` (T, k), any integer dtype, sorted by expert and split into blocks.
+
+    Blocks read and write the same rows, in sorted order. Rows between those of experts read token 0.
+    """
+    align = cut.align
     top_k = expert_ids.shape[1]
     rows, sizes, starts = _sorted(expert_ids, num_experts, align)
     num_rows = max_rows(rows.size, num_experts, align)
@@ -276,7 +288,7 @@ def many(
     token_of_row = token_of_row.at[jnp.where(rows >= 0, rows, num_rows)].set(
         jnp.arange(rows.size, dtype=jnp.int32) // top_k, mode="drop"
     )
-    blocks = _split_groups(sizes, starts, rows.size, block_m, align, whole)
+    blocks = _split_groups(sizes, starts, rows.size, cut)
     return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
 
 
@@ -349,34 +361,50 @@ def combine(
 
 def split_groups(sizes: Int32[Array, " E"], num_assignments: int, block_m: int) -> Blocks:
     """Splits groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks`."""
-    return _split_groups(sizes, _sums_below(sizes), num_assignments, block_m, 1, whole=False)
+    return _split_groups(sizes, _sums_below(sizes), num_assignments, Cut(block_m))
 
 
-def _split_groups(
-    sizes: Int32[Array, " E"],
-    starts: Int32[Array, " E"],
-    num_assignments: int,
-    block_m: int,
-    align: int,
-    whole: bool,
-) -> Blocks:
+def _split_groups(sizes: Int32[Array, " E"], starts: Int32[Array, " E"], num_assignments: int, cut: Cut) -> Blocks:
     """`split_groups` with groups from row `starts` on; blocks but a group's last have a multiple of `align` rows."""
+    block_m, align, whole, _ = cut
     (num_experts,) = sizes.shape
     per_expert = -(-sizes // block_m)
-    block_ends = _sums_below(per_expert) + per_expert
-    num_blocks = block_ends[-1]
+    ids = jnp.arange(num_experts, dtype=jnp.int32)
+    together, firsts, lasts = _places(sizes, per_expert, cut)
+    num_blocks = per_expert.sum(dtype=jnp.int32)
     index = jnp.arange(max_blocks(num_assignments, num_experts, block_m), dtype=jnp.int32)
-    real = jnp.minimum(index, num_blocks - 1)
-    experts = jnp.minimum((block_ends <= real[:, None]).sum(axis=1, dtype=jnp.int32), num_experts - 1)
+    real = jnp.minimum(index, num_blocks - 1)[:, None]
+    mine = ((firsts <= real) & (real < firsts + together)) | ((real == lasts) & (together < per_expert))
+    experts = jnp.where(mine, ids, 0).sum(axis=1, dtype=jnp.int32)
     size, shares = sizes[experts], per_expert[experts]
-    nth = index - (block_ends[experts] - shares)
+    nth = index - firsts[experts]
+    nth = jnp.where((index == lasts[experts]) & (together[experts] < shares), together[experts], nth)
     shares = jnp.maximum(shares, 1)
     units = _aligned(size, align) // align
     # If an expert's rows do not divide evenly, its first blocks have `align` rows more.
-    before = (nth * (units // shares) + jnp.minimum(nth, units % shares)) * align
+    before_block = (nth * (units // shares) + jnp.minimum(nth, units % shares)) * align
     here = (units // shares + (nth < units % shares)) * align
     if whole:
-        before, here = nth * block_m, block_m
-    rows = starts[experts] + before
-    counts = jnp.where(index < num_blocks, jnp.minimum(here, size - before), 0)
+        before_block, here = nth * block_m, block_m
+    rows = starts[experts] + before_block
+    counts = jnp.where(index < num_blocks, jnp.minimum(here, size - before_block), 0)
     return Blocks(experts, rows, rows, counts, num_blocks)
+
+
+def _places(
+    sizes: Int32[Array, " E"], per_expert: Int32[Array, " E"], cut: Cut
+) -> tuple[Int32[Array, " E"], Int32[Array, " E"], Int32[Array, " E"]]:
+    """For each expert how many of its blocks are next to each other, the place of the first, and that of one more."""
+    ids = jnp.arange(sizes.size, dtype=jnp.int32)
+    earlier = ids < ids[:, None]
+    if not cut.largest_first:
+        return per_expert, _sums_below(per_expert), jnp.zeros_like(sizes)
+    if cut.whole:
+        full = sizes // cut.block_m
+        rest = sizes - full * cut.block_m
+        before = ((rest > rest[:, None]) | ((rest == rest[:, None]) & earlier)) & (rest > 0)
+        return full, _sums_below(full), full.sum(dtype=jnp.int32) + before.sum(axis=1, dtype=jnp.int32)
+    largest = -(-(_aligned(sizes, cut.align) // cut.align) // jnp.maximum(per_expert, 1))
+    before = (largest > largest[:, None]) | ((largest == largest[:, None]) & earlier)
+    firsts = jnp.where(before, per_expert, 0).sum(axis=1, dtype=jnp.int32)
+    return per_expert, firsts, jnp.zeros_like(sizes)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from properties import examples
 
 from jmx import grouping
-from jmx.grouping import few, group, many, max_blocks, single, split_groups
+from jmx.grouping import Cut, few, group, many, max_blocks, single, split_groups
 from jmx.routing import Logits, TopKSoftmax, route
 
 pytestmark = pytest.mark.sampled(3)
@@ -23,7 +23,7 @@ some = examples(15)  # shapes are drawn from few values: each compiles anew
 jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(split_groups, static_argnums=(1, 2))
 jitted_few = jax.jit(partial(few, align=8), static_argnums=1)
-jitted_many = jax.jit(many, static_argnums=(1, 2, 3), static_argnames="whole")
+jitted_many = jax.jit(many, static_argnums=(1, 2))
 jitted_sort = jax.jit(grouping.sort_rows, static_argnums=(1, 2))
 jitted_combine = jax.jit(grouping.combine)
 
@@ -125,11 +125,12 @@ def test_blocks_of_one_expert_are_near_equal():
     ranges,
     st.sampled_from([(1, 1), (16, 1), (8, 8), (256, 8)]),
     st.booleans(),
+    st.booleans(),
 )
-def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, cut, whole):
+def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, cut, whole, largest_first):
     block_m, align = cut
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
-    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, block_m, align, whole=whole))
+    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, Cut(block_m, align, whole, largest_first)))
     inside = (ids >= 0) & (ids < num_experts)
     assert work.row_of.dtype == work.token_of_row.dtype == np.int32
     assert (work.row_of[~inside] == -1).all()
@@ -147,9 +148,16 @@ def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_exper
     for expert, row, n in zip(*(array[real] for array in (work.blocks.experts, *work.blocks[2:4])), strict=True):
         expert_of_row[row : row + n] = expert
     np.testing.assert_array_equal(expert_of_row[rows], ids[inside])
+    counts, owners = work.blocks.counts[real], work.blocks.experts[real]
     if whole:
-        followed = work.blocks.experts[real][:-1] == work.blocks.experts[real][1:]
-        assert (work.blocks.counts[real][:-1][followed] == block_m).all()
+        assert all((counts[owners == expert] < block_m).sum() <= 1 for expert in range(num_experts))
+    sizes = counts if whole else -(-counts // align)
+    if largest_first and not whole:  # an expert's blocks stay together, and may differ by one
+        sizes = [max(sizes[owners == expert]) for expert in owners]
+    assert not largest_first or (np.diff(sizes) <= 0).all()
+    assert largest_first or (np.diff(owners) >= 0).all()
+    if owners.size:
+        assert (work.blocks.experts[owners.size :] == owners[-1]).all()
 
 
 def assert_few(work, ids, num_experts):
@@ -265,7 +273,7 @@ def test_sixty_four_bit_ids(rng):
 def test_rows_of_results_are_combined_into_tokens(rng, weighted, num_parts):
     """Each token's slots, and nothing of the rows that no assignment names, which hold NaN here."""
     ids = np.array([[0, 4], [-1, 4], [2, 0], [7, 5]])  # 5 and 7 are no experts
-    work = jitted_many(jnp.array(ids), 5, 16, 8)
+    work = jitted_many(jnp.array(ids), 5, Cut(16, 8))
     assert work.token_of_row is not None
     num_rows = work.token_of_row.size
     parts = rng.normal(size=(num_parts, num_rows, 6)).astype(np.float32)

@@ -1,5 +1,6 @@
 """The schedule of the Hopper kernel by brute force: every work item once, and nothing read that is not written."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -23,30 +24,58 @@ CORES = [1, 3, 132]
 
 
 def work_of(schedule, num_blocks):
-    """Every (block, step along the rows, part)."""
-    return itertools.product(range(num_blocks), range(schedule.m_steps), range(schedule.num_parts))
+    """Every (block, tile along the rows, part)."""
+    return itertools.product(range(num_blocks), range(schedule.m_tiles), range(schedule.num_parts))
 
 
-def make(config, sizes, gated, max_blocks):
+def items_of(schedule, num_blocks):
+    """The fields of all items."""
+    items = np.arange(schedule.num_items(num_blocks), dtype=np.int32)
+    return [np.broadcast_to(np.asarray(field), items.shape) for field in schedule.work_item(items, num_blocks)]
+
+
+def make(config, sizes, gated, max_blocks, num_ctas=132):
     intermediate, hidden = sizes
     gate_up = (-(-intermediate * TILE // (GATED_ROWS if gated else TILE)), hidden)
-    return schedules(config, gate_up, (hidden, intermediate), GATED_ROWS if gated else TILE, max_blocks)
+    columns = GATED_ROWS if gated else TILE
+    return schedules(config, gate_up, (hidden, intermediate), columns, max_blocks, num_ctas)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("gated", [True, False])
-def test_every_piece_of_work_is_one_item(config, sizes, gated):
-    for num_blocks in (1, 2, 4):
-        for schedule in make(config, sizes, gated, max_blocks=4):
-            items = np.arange(schedule.num_items(num_blocks), dtype=np.int32)
-            at = [np.broadcast_to(np.asarray(field), items.shape) for field in schedule.work_item(items, num_blocks)]
-            block, tile, part, section = at
-            found = Counter(zip(block.tolist(), (tile // config.warpgroups_m).tolist(), part.tolist(), strict=True))
+@pytest.mark.parametrize("num_ctas", CORES)
+def test_every_piece_of_work_is_one_item(config, sizes, gated, num_ctas):
+    for num_blocks in (1, 2, 4, 33):
+        for schedule in make(config, sizes, gated, max_blocks=num_blocks, num_ctas=num_ctas):
+            block, tile, part, section, tiles = items_of(schedule, num_blocks)
+            places = [(tile + i, i < tiles) for i in range(config.warpgroups_m)]
+            inside = [(block[its], place[its], part[its]) for place, its in places]
+            found = Counter(its for arrays in inside for its in zip(*(a.tolist() for a in arrays), strict=True))
+            found = Counter({its: times for its, times in found.items() if its[1] < schedule.m_tiles})
             assert found == Counter(work_of(schedule, num_blocks))
-            assert (tile % config.warpgroups_m == 0).all()
+            assert (tile < schedule.m_tiles).all()
             assert (np.diff(section) >= 0).all()
             assert section.max() < schedule.num_sections
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5, 8, 32, 33, 128])
+@pytest.mark.parametrize("warpgroups_m", [2, 3, 5])
+def test_narrow_items_take_no_further_turn(num_blocks, warpgroups_m):
+    """Each CTA has as many items as without them, and the items before them are the same."""
+    config, num_ctas = Config(40, warpgroups_m, 1, 2, 2), 132
+    first, second = make(config, (45, 45), True, num_blocks, num_ctas)
+    wide = dataclasses.replace(second, num_ctas=None)
+    before = first.num_items(num_blocks)
+    turns, fewest = (-(-(before + int(its.num_items(num_blocks))) // num_ctas) for its in (second, wide))
+    assert turns == fewest
+    narrow, all_wide = items_of(second, num_blocks), items_of(wide, num_blocks)
+    count = int((narrow[-1] == warpgroups_m).sum())
+    assert (narrow[-1][:count] == warpgroups_m).all()
+    for its, of_wide in zip(narrow, all_wide, strict=True):
+        np.testing.assert_array_equal(its[:count], of_wide[:count])
+    if num_blocks == 32 and warpgroups_m == 5:  # 6.55 turns of each CTA
+        assert {*narrow[-1][count:].tolist()} == {3}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

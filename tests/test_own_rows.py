@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jmx import grouping
+from jmx.grouping import Cut
 from jmx.pallas import own_rows
 
 INTERPRETED = pytest.mark.usefixtures("on_cpu")
@@ -19,7 +20,7 @@ def draw(rng, sizes, dtype, of_others=0.6):
     num_tokens, top_k, num_experts, columns = sizes
     ids = rng.integers(num_experts, size=(num_tokens, top_k))
     ids = np.where(rng.random(ids.shape) < of_others, -1, ids).astype(np.int32)
-    work = grouping.many(jnp.asarray(ids), num_experts, 16, 8)
+    work = grouping.many(jnp.asarray(ids), num_experts, Cut(16, 8, largest_first=bool(rng.integers(2))))
     x = jnp.asarray(rng.normal(size=(num_tokens, columns)), dtype)
     parts = np.full((2, work.num_rows, columns), np.nan, np.float32)
     used = np.asarray(work.row_of).ravel()
@@ -31,9 +32,7 @@ def draw(rng, sizes, dtype, of_others=0.6):
 def assert_kernels(drawn, interpret):
     """Both kernels give what plain jnp does."""
     x, weights, parts, work, used = drawn
-    blocks = work.blocks
-    number = jnp.broadcast_to(blocks.num_blocks, blocks.experts.shape)
-    given = x, work.token_of_row, blocks.x_rows, blocks.counts, number
+    given = x, work.token_of_row, own_rows.last_row(work.blocks)
     (rows,) = own_rows._take(*given, call=own_rows.Take(interpret))
     np.testing.assert_array_equal(np.asarray(rows)[used], np.asarray(x[work.token_of_row])[used])
     for its in ((weights,), ()):

@@ -167,7 +167,6 @@ def test_modules_have_at_most_450_lines_and_functions_90():
 # Modules of less than 40 lines beside the fronts of packages, and why.
 SHORT = {
     "_version": "the build reads it",
-    "checkpoint.compressed_tensors.awq_config": "each quantization method has a file",
     "cli.__main__": "`python -m jmx.cli`",
     "cli.chat": "each command has a file, which imports what it runs when it runs",
     "models.families.mixtral": "each family has a file",

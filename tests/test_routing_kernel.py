@@ -39,6 +39,7 @@ from jmx.engines.grouped import Tiling
 from jmx.engines.routed import GroupedRouting
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.pallas.routing import call as routing_kernel
+from jmx.pallas.routing import sizes
 from jmx.pallas.routing.call import Call, applies, definition, route_and_group
 from jmx.perf.shapes import MODELS
 from jmx.routing import ROUTING_METHODS
@@ -75,6 +76,8 @@ SHAPES = [  # tokens, experts, slots, and how rows are grouped
     (16, 64, 2, Tiling(16, 8, 8, whole=True)),
     (33, 60, 6, Tiling(16, 8, 8)),
     (64, 32, 4, Tiling(24, 8, 8)),
+    (33, 9, 6, Tiling(16, 8, 8, whole=True, largest_first=True)),
+    (33, 20, 6, Tiling(8, 8, 8, largest_first=True)),
     (5, 3, 3, Tiling(4, 0, 1)),
     (2, 1, 1, Tiling(8, 0, 8)),
 ]
@@ -129,6 +132,26 @@ def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts,
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.sampled(6)
 def test_the_kernel_computes_its_definition(rng, shape, method, masked):
+    num_tokens, num_experts, top_k, tiling = shape
+    make, biased = METHODS[method]
+    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked)
+
+
+CHUNKED = [  # tokens, experts, slots, and how rows are grouped
+    (70, 12, 4, Tiling(16, 8, 8, whole=True, largest_first=True)),
+    (77, 5, 3, Tiling(16, 8, 8, largest_first=True)),
+    (65, 33, 2, Tiling(16, 0, 1)),
+    (90, 16, 2, None),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", CHUNKED, ids=str)
+@pytest.mark.sampled(2)
+def test_chunks_of_tokens_compute_the_definition(rng, shape, method, masked, monkeypatch):
+    monkeypatch.setattr(sizes, "MOST_ELEMENTS", 64)
     num_tokens, num_experts, top_k, tiling = shape
     make, biased = METHODS[method]
     assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked)
@@ -382,8 +405,10 @@ PROBLEM = Problem(
         (SoftmaxTopK(8, True), 64, 128, "a100", False, True),
         (SoftmaxTopK(8, False), 64, 128, "b200", False, True),
         (TopKSoftmax(4), 256, 32, "h200", False, True),
-        (TopKSoftmax(4), 257, 32, "h200", False, False),
-        (TopKSoftmax(4), 65, 128, "h200", False, False),
+        (TopKSoftmax(4), 257, 32, "h200", False, True),
+        (TopKSoftmax(4), 8192, 128, "h200", False, True),
+        (TopKSoftmax(4), 8193, 128, "h200", False, False),
+        (TopKSoftmax(4), 8, 4096, "h200", False, False),
         (TopKSoftmax(4), 0, 128, "h200", False, False),
         (TopKSoftmax(4), None, 128, "h200", False, False),
         (TopKSoftmax(4), 1, 128, "cpu", False, False),
@@ -411,12 +436,13 @@ def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, biase
         (16, "h200", "softmax_top_k", True),
         (16, "h200", "sigmoid_top_k", True),
         (16, "h200", "sqrt_softplus_top_k", False),
-        (1024, "h200", "top_k_softmax", False),
+        (1024, "h200", "top_k_softmax", True),
+        (16384, "h200", "top_k_softmax", False),
         (16, "cpu", "top_k_softmax", False),
     ],
 )
 def test_it_is_explained(num_tokens, device, method, used, rng):
-    sizes, given = (64, 32, 128, 4), ROUTING_METHODS[method](4)
+    layer_sizes, given = (64, 32, 128, 4), ROUTING_METHODS[method](4)
     experts = Experts.random(jax.random.key(0), 128, 64, 32, gate_up_order="interleaved")
     x = jnp.asarray(rng.standard_normal((num_tokens, 64)), jnp.bfloat16)
     logits = Logits(jnp.asarray(rng.standard_normal((num_tokens, 128)), jnp.float32), given)
@@ -425,19 +451,20 @@ def test_it_is_explained(num_tokens, device, method, used, rng):
         printed = str(jmx.explain(*arguments, **options, device=device)).splitlines()
         return [line for line in printed if "jmx_route" in line]
 
-    expected = ["logits: routed and grouped by one kernel, jmx_route"] if used else []
+    kernels = "one kernel, jmx_route" if num_tokens == 16 else "two kernels, jmx_route and jmx_group"
+    expected = [f"logits: routed and grouped by {kernels}"] if used else []
     assert lines(x, logits, experts, activation="swiglu") == expected
     assert lines(x, jmx.route(logits), experts, activation="swiglu") == []
-    assert lines(jmx.nnx.MoE(*sizes, routing=given, rngs=nnx.Rngs(0)), x) == expected
-    assert lines(jmx.linen.MoE(*sizes, routing=method), x) == expected
+    assert lines(jmx.nnx.MoE(*layer_sizes, routing=given, rngs=nnx.Rngs(0)), x) == expected
+    assert lines(jmx.linen.MoE(*layer_sizes, routing=method), x) == expected
     problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=128, top_k=4)
     where = applies(TopKSoftmax(4), False, num_tokens, 128, Environment.named(device))
-    assert lines(problem) == ["logits with softmax routing: routed and grouped by one kernel, jmx_route"] * where
+    assert lines(problem) == [f"logits with softmax routing: routed and grouped by {kernels}"] * where
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("model", "tokens", "used"), [("gpt-oss-120b", 8, True), ("deepseek-v3", 8, True), ("deepseek-v3", 64, False)]
+    ("model", "tokens", "used"), [("gpt-oss-120b", 8, True), ("deepseek-v3", 8, True), ("deepseek-v3", 8192, False)]
 )
 def test_the_command_knows_the_method_of_a_model(model, tokens, used, capsys):
     assert main(["explain", "--model", model, "--tokens", str(tokens), "--device", "h200"]) == 0
@@ -448,9 +475,10 @@ def test_the_command_knows_the_method_of_a_model(model, tokens, used, capsys):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("num_tokens", "most"), [(1, 3), (4, 3), (16, 4), (64, 4)])
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 3), (4, 3), (16, 4), (64, 4), (1024, 5)])
 def test_a_layer_of_few_tokens_is_few_kernels_on_an_h200(num_tokens, most, tmp_path):
-    """Routing, gathering where rows are sorted, both products, combining: from 5 and, sorted, 14 or more."""
+    """Routing (two kernels of 1024 tokens), rows if they are sorted, both products, combining: from 5 and, sorted, 14
+    or more."""
     shape = MODELS["gpt-oss-20b"]
     experts = jax.eval_shape(
         lambda key: shape.experts(key).prepare(LAYOUT.name), jax.ShapeDtypeStruct((2,), jnp.uint32)

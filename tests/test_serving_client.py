@@ -1,6 +1,7 @@
 """The server's side of an engine that hangs: the server goes on, and ends it."""
 
 import asyncio
+import threading
 import time
 
 import psutil
@@ -13,6 +14,25 @@ pytestmark = pytest.mark.costly
 
 def hangs() -> None:
     time.sleep(600)
+
+
+def fails() -> None:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise ValueError("no weights")
+
+
+def test_an_engine_that_fails_does_not_wait_for_its_threads() -> None:
+    """Programs may be compiled in threads when weights turn out to be wrong."""
+
+    async def run() -> list[str]:
+        log: list[str] = []
+        client = EngineClient(fails, 1 << 20, log.append)  # pyright: ignore[reportArgumentType]
+        client.start()
+        await asyncio.wait_for(client.ended.wait(), 120)
+        await client.stop()
+        return log
+
+    assert asyncio.run(run()) == ["the engine stopped (ValueError: no weights)"]
 
 
 def test_an_engine_that_reads_nothing_does_not_hold_the_server() -> None:

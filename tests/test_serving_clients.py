@@ -137,6 +137,7 @@ BODIES: dict[str, tuple[dict[str, Any], str | None]] = {
         {"messages": [USER], "chat_template_kwargs": {"nothing_reads_this": 1}},
         "chat_template_kwargs",
     ),
+    "a long variable": ({"messages": [USER], "chat_template_kwargs": {"a" * 4_000_000: 1}}, "chat_template_kwargs"),
     "the template's own variable": (
         {"messages": [USER], "chat_template_kwargs": {"messages": []}},
         "chat_template_kwargs",

@@ -15,7 +15,7 @@ from jax import lax
 from jmx import grouping
 from jmx.engines.routed import GroupedRouting
 from jmx.experts import Experts
-from jmx.grouping import Blocks, Work
+from jmx.grouping import Blocks, Cut, Work
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Integer, Shaped
@@ -30,13 +30,19 @@ class Tiling:
         few_tokens: up to so many tokens are not sorted: each expert in use is one block, which reads all tokens. Not if
             routing weights multiply the input, because rows then differ between experts.
         align: each block's rows begin at a multiple of this power of two.
-        whole: whether all blocks of an expert but the last have `block_m` rows; otherwise they are about equal.
+        whole, largest_first: as in `jmx.grouping.Cut`.
     """
 
     block_m: int
     few_tokens: int
     align: int = 1
     whole: bool = False
+    largest_first: bool = False
+
+    @property
+    def cut(self) -> Cut:
+        """How sorted rows are split."""
+        return Cut(self.block_m, self.align, self.whole, self.largest_first)
 
     def of(self, problem: Problem) -> tuple["Tiling", int, bool]:
         """All that blocks depend on beside the ids."""
@@ -54,7 +60,7 @@ class Tiling:
         ids, num_experts = routing.expert_ids, problem.num_experts
         if not self.sorts(problem, ids.shape[0]):
             return grouping.unsorted(ids, num_experts, self.align)
-        return grouping.many(ids, num_experts, self.block_m, self.align, whole=self.whole)
+        return grouping.many(ids, num_experts, self.cut)
 
 
 def run(

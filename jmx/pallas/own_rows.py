@@ -25,11 +25,15 @@ _MOST_ELEMENTS = 1 << 31  # of an array, in which Triton's indices are of 32 bit
 
 
 def take(x: Shaped[Array, "T H"], index: Int32[Array, " R"], blocks: Blocks) -> Shaped[Array, "R H"]:
-    """Rows of x; those after the last block's hold anything. `blocks`: sorted ones, of which rows are `index`'s."""
+    """Rows of x; those after all blocks' rows hold anything. `blocks`: sorted ones, of which rows are `index`'s."""
     if index.size < LEAST_SLOTS or index.size * x.shape[1] >= _MOST_ELEMENTS:
         return _taken(x, index)
-    number = jnp.broadcast_to(jnp.asarray(blocks.num_blocks), blocks.experts.shape)
-    return _take(x, index, blocks.x_rows, blocks.counts, number, call=Take())[0]
+    return _take(x, index, last_row(blocks), call=Take())[0]
+
+
+def last_row(blocks: Blocks) -> Int32[Array, "1"]:
+    """The number of rows up to the last one of any block."""
+    return jnp.max(jnp.where(blocks.counts > 0, blocks.x_rows + blocks.counts, 0), keepdims=True)
 
 
 def combine(
@@ -123,12 +127,11 @@ def _tile(out: Any) -> tuple[Int32[Array, " r"], Int32[Array, "1 c"], Bool[Array
     return rows, columns, (rows < out.shape[0])[:, None] & (columns < out.shape[1])
 
 
-def _take_tile(x: Any, index: Any, x_rows: Any, counts: Any, number: Any, out: Any) -> None:
+def _take_tile(x: Any, index: Any, end: Any, out: Any) -> None:
     from jax.experimental.pallas import triton as plgpu
 
     rows, columns, inside = _tile(out)
-    last = jnp.maximum(number[0] - 1, 0)
-    used = rows < x_rows[last] + counts[last]
+    used = rows < end[0]
     tokens = plgpu.load(index.at[rows], mask=used, other=0)
     inside &= used[:, None]
     values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)

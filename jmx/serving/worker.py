@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmx.models.communication import CommunicationError
 from jmx.serving.engine import Engine, Generate, Output
 
 # Seconds between two reports of what the engine does, while it is busy.
@@ -94,13 +94,14 @@ def run(connection: Connection, make_engine: MakeEngine) -> None:
         engine.warm_up(lambda ready, of: connection.send(Compiled(ready, of)))
         connection.send(Report.of(engine))
         _serve(connection, engine)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the other process has ended
         return
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the other process has ended
+        pass
     except Exception as error:
         traceback.print_exc()
         connection.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
-        if isinstance(error, CommunicationError):  # threads wait for devices, and would keep the process
-            os._exit(1)
+    sys.stderr.flush()
+    os._exit(1)  # threads that compile, or wait for other devices, would keep the process
 
 
 def _serve(connection: Connection, engine: Engine) -> None:

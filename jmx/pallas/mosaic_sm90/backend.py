@@ -91,7 +91,9 @@ class MosaicSm90(LimitedBackend):
 
     def tiling(self, problem: Problem, environment: Environment) -> Tiling:
         block_n = tuning.config(self, problem, environment).config.block_n
-        return Tiling(block_n, min(FEW_TOKENS, block_n), ROW_ALIGNMENT)
+        # If blocks have different widths, the largest come first: neighboring ones, which different SMs compute at a
+        # time, take equally long then, and the last ones are short.
+        return Tiling(block_n, min(FEW_TOKENS, block_n), ROW_ALIGNMENT, largest_first=block_n > ROW_ALIGNMENT)
 
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment

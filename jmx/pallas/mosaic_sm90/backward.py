@@ -137,7 +137,7 @@ class _Pass:
     def of(cls, problem: Problem, routing: Routing, experts: Experts, config: Config, num_cores: int) -> "_Pass":
         """With the work of the routing: the same in both passes, whose rows of h are the same."""
         with jax.named_scope("grouping"):
-            work = grouping.many(routing.expert_ids, problem.num_experts, config.block_n, ROW_ALIGNMENT)
+            work = grouping.many(routing.expert_ids, problem.num_experts, grouping.Cut(config.block_n, ROW_ALIGNMENT))
         return cls(problem, routing, experts, work, config, num_cores)
 
     def gate_up_outputs(self, x: Float[Array, "T H"]) -> Float[Array, "R tile_rows"]:

@@ -85,7 +85,16 @@ class Consumer:
     def compute(self, turn: Scalar, loaded: Loaded) -> Loaded:
         """Computes a work item; returns what the prologue of the next one has loaded."""
         following = self.prologue(turn + 1)
-        for_width(self.gemm.config.widths, loaded.num_rows, partial(self.multiply, turn, loaded))
+
+        def multiply() -> None:
+            for_width(self.gemm.config.widths, loaded.num_rows, partial(self.multiply, turn, loaded))
+
+        if self.gemm.schedule.num_ctas is None:
+            multiply()
+        else:
+            has_tile = self.wm < loaded.item.tiles
+            pl.when(has_tile)(multiply)
+            pl.when(~has_tile)(lambda: self.gemm.pipeline.skip(self.gemm.share, turn))
         return following
 
     def multiply(self, turn: Scalar, loaded: Loaded, width: int) -> None:

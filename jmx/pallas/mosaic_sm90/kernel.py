@@ -68,7 +68,7 @@ def expert_products(
         (config.split_k * R, down.rows.num_outputs) of down's dtype: the parts, one below the other.
     """
     tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
-    both = schedules(config, _tiles(gate_up), _tiles(down), tile_columns, blocks.experts.size)
+    both = schedules(config, _tiles(gate_up), _tiles(down), tile_columns, blocks.experts.size, num_cores)
     return _products(x, (gate_up, down), both, blocks, config, num_rows, num_cores)
 
 

@@ -1,7 +1,5 @@
 """The rows that the kernel reads: rounded inputs, gathered by expert, in the order of their expert's columns."""
 
-from functools import partial
-
 import jax.numpy as jnp
 
 from jmx import grouping
@@ -9,7 +7,7 @@ from jmx.engines import grouped
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.pallas import own_rows
+from jmx.pallas import own_rows, place_rows
 from jmx.pallas.activation.columns import EIGHTS, Order, split
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows, round_rows
 from jmx.pallas.sm90.tiles import TILE
@@ -52,9 +50,11 @@ def sorted_rows(
     given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
     order = experts.merged().gate_up.order
     if order is None:
-        of_some = problem.num_routed is not None
-        take = partial(own_rows.take, blocks=work.blocks) if of_some else grouped.take_pairs
-        rows = grouped.gather(problem, given.values, routing, work, take)
+        if problem.num_routed is None:
+            rows = place_rows.place(given.values, work.row_of, work.token_of_row)
+        else:
+            rows = own_rows.take(given.values, work.token_of_row, work.blocks)
+        rows = grouped.weigh(problem, rows, routing, work)
     else:
         users = expert_of_eight(routing, experts, work)
         rows = ordered_rows(given.values, work.token_of_row, order, users)

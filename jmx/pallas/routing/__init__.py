@@ -1,1 +1,1 @@
-"""Routing and grouping of few tokens by one kernel for NVIDIA GPUs."""
+"""Routing and grouping by one kernel, of many tokens by two, for NVIDIA GPUs."""

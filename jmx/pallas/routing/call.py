@@ -16,7 +16,14 @@ from jmx.engines.routed import GroupedRouting, Groups
 from jmx.grouping import Blocks, Work
 from jmx.pallas import defined
 from jmx.pallas.routing.choice import MOST_SLOTS, Choice
-from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
+from jmx.pallas.routing.sizes import (
+    MOST_ELEMENTS,
+    MOST_EXPERTS_OF_CHUNKS,
+    MOST_OF_CHUNKS,
+    Results,
+    Sizes,
+    power_of_two,
+)
 from jmx.routing import GroupedTopK, Logits, Method, Routing, SigmoidTopK, SqrtSoftplusTopK
 from jmx.routing.logits import route_checked
 from jmx.routing.top_k import weigh
@@ -25,7 +32,6 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Shaped
 
 LEAST_CAPABILITY = (8, 0)
-MOST_ELEMENTS = 1 << 13  # of tokens by experts, both rounded up to powers of two: with more, XLA's kernels take less
 LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
 
 # Methods whose weights are computed from the ids beside the products, in plain jnp.
@@ -61,8 +67,7 @@ class Call:
         if self.tiling is None:
             return Sizes(*sizes, None, interpret=self.interpret)
         if self.tiling.sorts(self.problem, self.num_tokens):
-            cut = self.tiling.block_m, self.tiling.align, self.tiling.whole
-            return Sizes(*sizes, "many", *cut, interpret=self.interpret)
+            return Sizes(*sizes, "many", *self.tiling.cut, interpret=self.interpret)
         form = "single" if self.num_tokens == 1 else "few"
         return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret)
 
@@ -89,9 +94,12 @@ class Call:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
 
+        from jmx.pallas.routing import chunks
         from jmx.pallas.routing.kernel import kernel
 
         sizes = self.sizes
+        if sizes.chunk is not None:
+            return jax.tree.leaves(chunks.launch(given, self.operands, sizes))
 
         def body(*refs: Any) -> None:
             kernel(*self.operands(*refs[: len(given)]), *refs[len(given) :], sizes=sizes)
@@ -120,7 +128,8 @@ def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environmen
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
-    return power_of_two(num_tokens) * power_of_two(num_experts) <= MOST_ELEMENTS
+    elements = power_of_two(num_tokens) * power_of_two(num_experts)
+    return elements <= (MOST_OF_CHUNKS if num_experts <= MOST_EXPERTS_OF_CHUNKS else MOST_ELEMENTS)
 
 
 def notes(problem: Problem, environment: Environment, routed: Method | Routing | None) -> tuple[str, ...]:
@@ -134,7 +143,9 @@ def notes(problem: Problem, environment: Environment, routed: Method | Routing |
         which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:
         which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
-    return (f"logits{which}: routed and grouped by one kernel, jmx_route",) if used else ()
+    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_experts)
+    kernels = "one kernel, jmx_route" if elements <= MOST_ELEMENTS else "two kernels, jmx_route and jmx_group"
+    return (f"logits{which}: routed and grouped by {kernels}",) if used else ()
 
 
 def route_and_group(logits: Logits, mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:

@@ -8,7 +8,7 @@ Rounding is that of `jmx.routing`: the same exponentials and quotients, sums in 
 """
 
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,6 +36,44 @@ def kernel(values: Ref, mask: Ref | None, bias: Ref | None, *refs: Ref, sizes: S
     given = iter(refs)
     out = Results._make(None if shape is None else next(given) for shape in Results.shapes(sizes))
     tokens, experts = (jnp.arange(n, dtype=jnp.int32) for n in sizes.tile)
+    keys = keys_of(values, mask, bias, tokens, experts, sizes)
+    best, ids, used = top_k(keys, experts, sizes.top_k)
+
+    slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
+    inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
+
+    def by_slot(ref: Ref, columns: Array) -> None:
+        plgpu.store(ref.at[tokens[:, None], slots], columns, mask=inside)
+
+    id_of_slot = stacked(ids, slots)
+    by_slot(out.expert_ids, id_of_slot)
+    if out.weights is not None:
+        by_slot(out.weights, stacked(softmax(keys, best, sizes.choice.softmax_of == "all"), slots))
+    if sizes.form is None:
+        return
+    fill(out.counters, power_of_two(out.counters.shape[0]), 0)
+    if sizes.form == "single":
+        block = jnp.where(id_of_slot < 0, sizes.num_experts - 1, id_of_slot)
+        plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
+        by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
+        return
+    place = few(out, used, tokens, experts, sizes) if sizes.form == "few" else many(out, used, experts, sizes)
+    rows = [jnp.sum(jnp.where(experts[None, :] == its[:, None], place, 0), axis=1) for its in ids]
+    row_of_slot = jnp.where(id_of_slot < 0, -1, stacked(rows, slots))
+    by_slot(out.row_of, row_of_slot)
+    if sizes.form == "many":
+        scatter(out.token_of_row, row_of_slot, jnp.broadcast_to(tokens[:, None], row_of_slot.shape), row_of_slot >= 0)
+
+
+def keys_of(
+    values: Ref,
+    mask: Ref | None,
+    bias: Ref | None,
+    tokens: Int32[Array, " t"],
+    experts: Int32[Array, " e"],
+    sizes: Sizes,
+) -> Float32[Array, "t e"]:
+    """The keys by which some tokens' experts are chosen; -inf where one must not be. Operands are those of `kernel`."""
     real = (tokens < sizes.num_tokens)[:, None] & (experts < sizes.num_experts)[None, :]
     loaded = plgpu.load(values.at[tokens[:, None], experts[None, :]], mask=real, other=-jnp.inf).astype(jnp.float32)
     if mask is not None:
@@ -48,32 +86,7 @@ def kernel(values: Ref, mask: Ref | None, bias: Ref | None, *refs: Ref, sizes: S
         keys = biased(keys, biases)
     if sizes.choice.num_groups > 1:
         keys = of_best_groups(keys, sizes.choice)
-    best, ids, used = top_k(keys, experts, sizes.top_k)
-
-    slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
-    inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
-
-    def by_slot(ref: Ref, columns: Array) -> None:
-        plgpu.store(ref.at[tokens[:, None], slots], columns, mask=inside)
-
-    id_of_slot = _stacked(ids, slots)
-    by_slot(out.expert_ids, id_of_slot)
-    if out.weights is not None:
-        by_slot(out.weights, _stacked(softmax(keys, best, sizes.choice.softmax_of == "all"), slots))
-    if sizes.form is None:
-        return
-    _fill(out.counters, power_of_two(out.counters.shape[0]), 0)
-    if sizes.form == "single":
-        block = jnp.where(id_of_slot < 0, sizes.num_experts - 1, id_of_slot)
-        plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
-        by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
-        return
-    place = few(out, used, tokens, experts, sizes) if sizes.form == "few" else many(out, used, experts, sizes)
-    rows = [jnp.sum(jnp.where(experts[None, :] == its[:, None], place, 0), axis=1) for its in ids]
-    row_of_slot = jnp.where(id_of_slot < 0, -1, _stacked(rows, slots))
-    by_slot(out.row_of, row_of_slot)
-    if sizes.form == "many":
-        _scatter(out.token_of_row, row_of_slot, jnp.broadcast_to(tokens[:, None], row_of_slot.shape), row_of_slot >= 0)
+    return keys
 
 
 def biased(logits: Float32[Array, "t e"], bias: Float32[Array, " e"]) -> Float32[Array, "t e"]:
@@ -179,8 +192,8 @@ def few(
     ends = jnp.cumsum(in_use)
     nth = ends - in_use
     number = jnp.sum(in_use)
-    _scatter(out.experts, nth, experts, in_use > 0)
-    _repeat_last(out, number, jnp.max(jnp.where(in_use > 0, experts, 0)), sizes)
+    scatter(out.experts, nth, experts, in_use > 0)
+    repeat_last(out, number, jnp.max(jnp.where(in_use > 0, experts, 0)), sizes)
     return nth[None, :] * sizes.stride + tokens[:, None]
 
 
@@ -193,15 +206,38 @@ def many(out: Results, used: Int32[Array, "t e"], experts: Int32[Array, " e"], s
     starts = ends - aligned
 
     # Rows between those of experts, and after them, read token 0.
-    _fill(out.token_of_row, power_of_two(sizes.num_rows), 0)
+    fill(out.token_of_row, power_of_two(sizes.num_rows), 0)
     if not sizes.interpret:
         plgpu.debug_barrier()  # before others are written
 
-    shares = lax.div(counts + (sizes.block_m - 1), jnp.full_like(counts, sizes.block_m))
-    firsts = jnp.cumsum(shares) - shares
-    number = jnp.sum(shares)
-    _repeat_last(out, number, jnp.max(jnp.where(counts > 0, experts, 0)), sizes)
+    write_blocks(out, Group(experts, counts, starts), counts, experts, sizes)
+    number = jnp.sum(num_shares(counts, sizes))
+    repeat_last(out, number, last_expert(counts, experts, sizes), sizes)
+    return starts[None, :] + earlier
+
+
+class Group(NamedTuple):
+    """Some experts: their numbers of rows, and their first rows."""
+
+    experts: Int32[Array, " g"]
+    counts: Int32[Array, " g"]
+    starts: Int32[Array, " g"]
+
+
+def num_shares(counts: Int32[Array, " e"], sizes: Sizes) -> Int32[Array, " e"]:
+    """The number of blocks of each expert."""
+    return lax.div(counts + (sizes.block_m - 1), jnp.full_like(counts, sizes.block_m))
+
+
+def write_blocks(
+    out: Results, group: Group, counts: Int32[Array, " e"], experts: Int32[Array, " e"], sizes: Sizes
+) -> None:
+    """The blocks of some experts. `counts`: of all experts."""
+    align = sizes.align
+    shares = num_shares(group.counts, sizes)
+    together, firsts, lasts = _places(group, shares, counts, experts, sizes)
     # If an expert's rows do not divide evenly, its first blocks have `align` rows more.
+    aligned = (group.counts + (align - 1)) & -align
     units, divisor = lax.div(aligned, jnp.full_like(aligned, align)), jnp.maximum(shares, 1)
     each = lax.div(units, divisor)
     more = units - each * divisor
@@ -210,38 +246,85 @@ def many(out: Results, used: Int32[Array, "t e"], experts: Int32[Array, " e"], s
         before = nth * sizes.block_m if sizes.whole else (nth * each + jnp.minimum(nth, more)) * align
         here = sizes.block_m if sizes.whole else (each + (nth < more).astype(jnp.int32)) * align
         written = nth < shares
-        _scatter(out.experts, firsts + nth, experts, written)
-        _scatter(out.rows, firsts + nth, starts + before, written)
-        _scatter(out.counts, firsts + nth, jnp.minimum(here, counts - before), written)
+        place = jnp.where(nth < together, firsts + nth, lasts)
+        scatter(out.experts, place, group.experts, written)
+        scatter(out.rows, place, group.starts + before, written)
+        scatter(out.counts, place, jnp.minimum(here, group.counts - before), written)
 
     lax.fori_loop(0, jnp.max(shares), write, None)
-    return starts[None, :] + earlier
 
 
-def _repeat_last(out: Results, number: Int32[Array, ""], last: Int32[Array, ""], sizes: Sizes) -> None:
+def _places(
+    group: Group, shares: Int32[Array, " g"], counts: Int32[Array, " e"], experts: Int32[Array, " e"], sizes: Sizes
+) -> tuple[Int32[Array, " g"], Int32[Array, " g"], Int32[Array, " g"]]:
+    """As `jmx.grouping._places`, of some experts."""
+    earlier = experts[None, :] < group.experts[:, None]
+
+    def before(keys: Int32[Array, " e"], mine: Int32[Array, " g"]) -> Bool[Array, "g e"]:
+        return (keys[None, :] > mine[:, None]) | ((keys[None, :] == mine[:, None]) & earlier)
+
+    def sums(where: Bool[Array, "g e"], values: Int32[Array, " e"]) -> Int32[Array, " g"]:
+        return jnp.sum(jnp.where(where, values[None, :], 0), axis=1)
+
+    if not sizes.largest_first:
+        return shares, sums(earlier, num_shares(counts, sizes)), shares
+    if sizes.whole:
+        full, rest = full_and_rest(counts, sizes)
+        mine, mine_rest = full_and_rest(group.counts, sizes)
+        lasts = jnp.sum(full) + sums(before(rest, mine_rest), (rest > 0).astype(jnp.int32))
+        return mine, sums(earlier, full), lasts
+    where = before(largest_block(counts, sizes), largest_block(group.counts, sizes))
+    return shares, sums(where, num_shares(counts, sizes)), shares
+
+
+def full_and_rest(counts: Int32[Array, " e"], sizes: Sizes) -> tuple[Int32[Array, " e"], Int32[Array, " e"]]:
+    """The number of full blocks of each expert, and its rows in none of them."""
+    full = lax.div(counts, jnp.full_like(counts, sizes.block_m))
+    return full, counts - full * sizes.block_m
+
+
+def largest_block(counts: Int32[Array, " e"], sizes: Sizes) -> Int32[Array, " e"]:
+    """Rows of each expert's largest block, in multiples of `align`, if blocks are not whole."""
+    units = lax.div(counts + (sizes.align - 1), jnp.full_like(counts, sizes.align))
+    shares = jnp.maximum(num_shares(counts, sizes), 1)
+    return lax.div(units + shares - 1, shares)
+
+
+def last_expert(counts: Int32[Array, " e"], experts: Int32[Array, " e"], sizes: Sizes) -> Int32[Array, ""]:
+    """The expert of the last block; 0 if no expert has rows."""
+    used = jnp.max(jnp.where(counts > 0, experts, 0))
+    if not sizes.largest_first:
+        return used
+    keys = full_and_rest(counts, sizes)[1] if sizes.whole else largest_block(counts, sizes)
+    last = experts.size - 1
+    key = jnp.min(jnp.where(keys > 0, keys * experts.size + (last - experts), jnp.iinfo(jnp.int32).max))
+    return jnp.where(jnp.max(keys) > 0, last - (key & last), used)
+
+
+def repeat_last(out: Results, number: Int32[Array, ""], last: Int32[Array, ""], sizes: Sizes) -> None:
     """The blocks after the last real one, and the number of real ones."""
     count = power_of_two(sizes.num_blocks)
-    _fill(out.num_blocks, count, number)
-    _fill(out.experts, count, last, number)
+    fill(out.num_blocks, count, number)
+    fill(out.experts, count, last, number)
     if out.counts is not None:
-        _fill(out.counts, count, 0, number)
-        _fill(out.rows, count, 0, number)
+        fill(out.counts, count, 0, number)
+        fill(out.rows, count, 0, number)
 
 
-def _stacked(columns: list[Shaped[Array, " t"]], slots: Int32[Array, "1 s"]) -> Shaped[Array, "t s"]:
+def stacked(columns: list[Shaped[Array, " t"]], slots: Int32[Array, "1 s"]) -> Shaped[Array, "t s"]:
     """Columns side by side; to store them at once takes less time than one after the other."""
-    stacked = jnp.broadcast_to(columns[0][:, None], (columns[0].size, slots.size))
+    found = jnp.broadcast_to(columns[0][:, None], (columns[0].size, slots.size))
     for slot, column in enumerate(columns[1:], 1):
-        stacked = jnp.where(slots == slot, column[:, None], stacked)
-    return stacked
+        found = jnp.where(slots == slot, column[:, None], found)
+    return found
 
 
-def _scatter(ref: Ref, index: Int32[Array, "*n"], values: Int32[Array, "*n"], where: Bool[Array, "*n"]) -> None:
+def scatter(ref: Ref, index: Int32[Array, "*n"], values: Int32[Array, "*n"], where: Bool[Array, "*n"]) -> None:
     """Stores some of the values, at distinct indices. Interpreted, all are written: the others out of range."""
     plgpu.store(ref.at[jnp.where(where, index, ref.shape[0])], values, mask=where)
 
 
-def _fill(ref: Ref, count: int, value: Int32[Array, ""] | int, start: Int32[Array, ""] | int = 0) -> None:
+def fill(ref: Ref, count: int, value: Int32[Array, ""] | int, start: Int32[Array, ""] | int = 0) -> None:
     """Stores a value from `start` on; `count`: a power of two, not less than the size."""
     index = jnp.arange(count, dtype=jnp.int32)
     inside: Bool[Array, " n"] = (index >= start) & (index < ref.shape[0])

@@ -10,6 +10,12 @@ from jmx.grouping import max_blocks, max_rows
 from jmx.pallas.routing.choice import Choice
 
 LEAST_COUNTERS = 4  # zeros that every kernel of products finds enough
+MOST_ELEMENTS = 1 << 12  # of tokens by experts, both rounded up to powers of two, that one CTA routes and groups
+MOST_OF_CHUNKS = 1 << 20  # the same of CTAs that each route a chunk of tokens
+MOST_EXPERTS_OF_CHUNKS = 1 << 9
+_LEAST_CHUNK, _CHUNK_ELEMENTS = 8, 1 << 12  # tokens; tokens by experts
+_FEWEST_CHUNKS = 32  # if tokens suffice
+_PLACERS = 32  # CTAs that place the tokens of all chunks: each adds up the counts of all chunks
 
 
 def power_of_two(n: int) -> int:
@@ -25,7 +31,7 @@ class Sizes:
         num_tokens, num_experts, top_k: sizes.
         choice: how experts are chosen.
         form: of the blocks: "single", "few", "many", or None for none, as the functions of `jmx.grouping`.
-        block_m, align, whole: as those of `grouping.many`.
+        block_m, align, whole, largest_first: as those of `grouping.Cut`.
         interpret: whether Pallas interprets the kernel on a CPU.
     """
 
@@ -37,6 +43,7 @@ class Sizes:
     block_m: int = 1
     align: int = 1
     whole: bool = False
+    largest_first: bool = False
     interpret: bool = False
 
     @property
@@ -57,8 +64,26 @@ class Sizes:
         return -(-self.num_tokens // self.align) * self.align
 
     @property
+    def chunk(self) -> int | None:
+        """The tokens of a chunk, a power of two; None if there are none, and one CTA does everything."""
+        tokens, experts = power_of_two(self.num_tokens), power_of_two(self.num_experts)
+        if tokens * experts <= MOST_ELEMENTS:
+            return None
+        return max(_LEAST_CHUNK, min(_CHUNK_ELEMENTS // experts, tokens // _FEWEST_CHUNKS))
+
+    @property
+    def num_chunks(self) -> int:
+        """C, the number of chunks, if there are any."""
+        return -(-self.num_tokens // (self.chunk or self.num_tokens))
+
+    @property
+    def num_placers(self) -> int:
+        """CTAs of the second kernel, if there are chunks."""
+        return min(self.num_chunks, _PLACERS)
+
+    @property
     def num_warps(self) -> int:
-        """Warps of the CTA."""
+        """Warps of a CTA that routes."""
         tokens, experts = self.tile
         if tokens * experts >= 8192:
             return 16
@@ -66,8 +91,8 @@ class Sizes:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Tokens and experts, rounded up to powers of two."""
-        return power_of_two(self.num_tokens), power_of_two(self.num_experts)
+        """Tokens and experts of a CTA that routes, rounded up to powers of two."""
+        return self.chunk or power_of_two(self.num_tokens), power_of_two(self.num_experts)
 
 
 class Results(NamedTuple):

@@ -73,6 +73,7 @@ def tool(name: str, value: Any) -> dict[str, Any]:
 
 # What a template is always given, and no request.
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_LONGEST_NAME = 100
 
 
 def variables(template: ChatTemplate, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,9 @@ def variables(template: ChatTemplate, name: str, given: Mapping[str, Any]) -> di
     for key in given:
         if key in _OWN or key in template.special_tokens:
             raise ValueError(f"`{name}` has {key[:50]!r}, which a request must not set")
-        if not any(re.search(rf"\b{re.escape(key)}\b", source) for source in template.sources.values()):
+        if len(key) > _LONGEST_NAME or not any(
+            re.search(rf"\b{re.escape(key)}\b", source) for source in template.sources.values()
+        ):
             raise ValueError(f"`{name}` has {key[:50]!r}, which the model's chat template does not read")
     return dict(given)
 
