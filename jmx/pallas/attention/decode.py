@@ -19,8 +19,10 @@ from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
-KEYS = 128  # of one step
-STAGES = 2  # of the pipeline: steps whose keys and values are in flight
+PAGE = 128  # positions by which capacities are divided: those of a page
+KEYS = 64  # of one step
+STAGES = 3  # of the pipeline: steps whose keys and values are in flight
+UNSPLIT = 256  # keys that one CTA takes in any case: splitting so few would only add results to sum
 SPLITS = 8  # CTAs that share a long row's keys, at most
 CTAS = 512  # two run on each SM at a time; where a call has so many, splitting keys further only adds results to sum
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
@@ -44,11 +46,11 @@ def flash_decode(
     Args:
         query: bfloat16 or float16 (B, heads, D), rotated; heads to a key head, and D, as in `fits`. Heads that are not
             a multiple of `TILE` to a key head are padded with zeros.
-        cache: (2, B, kv_heads, C, D), keys and values of the same dtype, the token's own included; C by `KEYS`.
+        cache: (2, B, kv_heads, C, D), keys and values of the same dtype, the token's own included; C by `PAGE`.
         sinks: float32 (heads,), one more logit a head, without a value.
         positions: int32 (B,), each token's own.
         window: how many positions it sees, its own included; None for all.
-        tables: int32 (B, N), of a cache in pages of `KEYS` tokens, (2, pages, kv_heads, KEYS, D): the pages of each
+        tables: int32 (B, N), of a cache in pages of `PAGE` tokens, (2, pages, kv_heads, PAGE, D): the pages of each
             row. None: the cache has a row for each of the query.
 
     Returns:
@@ -56,10 +58,9 @@ def flash_decode(
     """
     batch, heads, dim = query.shape
     _, num_rows, kv_heads, length, _ = cache.shape
-    capacity = length if tables is None else KEYS * tables.shape[1]
+    capacity = length if tables is None else PAGE * tables.shape[1]
     blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
-    # Keys and values that fit in the pipeline are under way at once: splitting them would only add results to sum.
-    splits = 1 if blocks <= STAGES else max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
+    splits = 1 if blocks * KEYS <= UNSPLIT else max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
     group = heads // kv_heads
     padded_group = -(-group // TILE) * TILE
     call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
@@ -75,7 +76,7 @@ def flash_decode(
             "flash_decode", group=padded_group, dim=dim, splits=splits, window=window, pages=tables is not None
         ),
         scratch_types={"shared": _Shared.types(dim, query.dtype)},
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # rows are in a warp each
     )
     operands = _Operands(padded, cache.reshape(-1, dim), padded_sinks, positions, tables)
     (results,) = launch(kernel, operands)
@@ -138,9 +139,7 @@ class _Shared(NamedTuple):
     """The shared memory of a CTA, and its barriers: types, or references. Keys and values are by stage."""
 
     rows: Ref
-    keys: Ref
-    values: Ref
-    gathered: Ref
+    keys_and_values_or_gathered: Ref
     peak_and_total: Ref
     sinks: Ref
     rows_full: Ref
@@ -152,9 +151,10 @@ class _Shared(NamedTuple):
     def types(cls, dim: int, dtype: jax.typing.DTypeLike) -> "_Shared":
         return cls(
             rows=shared_memory(ROWS, dim, dtype=dtype),
-            keys=shared_memory(STAGES, KEYS, dim, dtype=dtype),
-            values=shared_memory(STAGES, KEYS, dim, dtype=dtype),
-            gathered=shared_memory(ROWS, dim, dtype=jnp.float32),
+            keys_and_values_or_gathered=plgpu.RefUnion(
+                [shared_memory(STAGES, KEYS, dim, dtype=dtype), shared_memory(STAGES, KEYS, dim, dtype=dtype)],
+                shared_memory(ROWS, dim, dtype=jnp.float32),
+            ),
             peak_and_total=plgpu.SMEM((2, ROWS), jnp.float32),
             sinks=plgpu.SMEM((ROWS,), jnp.float32),
             rows_full=plgpu.Barrier(),
@@ -162,6 +162,21 @@ class _Shared(NamedTuple):
             keys_full=plgpu.Barrier(num_barriers=STAGES),
             values_full=plgpu.Barrier(num_barriers=STAGES),
         )
+
+    @property
+    def keys(self) -> Ref:
+        (keys, _), _ = self.keys_and_values_or_gathered
+        return keys
+
+    @property
+    def values(self) -> Ref:
+        (_, values), _ = self.keys_and_values_or_gathered
+        return values
+
+    @property
+    def gathered(self) -> Ref:
+        _, gathered = self.keys_and_values_or_gathered
+        return gathered
 
 
 class _Split(NamedTuple):
@@ -247,7 +262,7 @@ def _load(call: _Call, split: _Split, operands: _Operands, smem: _Shared, step: 
     stage = lax.rem(step, jnp.int32(STAGES))
     row, first = split.row, split.start(call, step)
     if operands.tables is not None:
-        row, first = operands.tables[split.row, lax.div(first, KEYS)], jnp.int32(0)
+        row, first = operands.tables[split.row, lax.div(first, PAGE)], lax.rem(first, PAGE)
     for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
         head = (kind * call.num_rows + row) * call.kv_heads + split.kv_head
         start = head * call.length + first

@@ -30,8 +30,6 @@ MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 SHARED_MEMORY = 226 * 1024  # bytes for queries, results, keys and values; a CTA has 227 KiB, with barriers
 
-# bytes for queries, results, keys and values; a CTA has 227 KiB, of which barriers take some
-
 
 def stages(key_dim: int, value_dim: int) -> int:
     """Stages of the pipeline that shared memory holds, at most `MOST_STAGES`. The kernel needs two."""
