@@ -63,8 +63,8 @@ def flash_decode(
     splits = 1 if blocks * KEYS <= UNSPLIT else max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
     group = heads // kv_heads
     padded_group = -(-group // TILE) * TILE
-    call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
-    padded, padded_sinks = _padded(query, call), _padded(sinks[None, :, None], call)[0, :, 0]
+    call = _Call(num_rows, group, padded_group, kv_heads, length, dim, splits, window)
+    padded = _padded(query, call)
     whole = jax.ShapeDtypeStruct(padded.shape, query.dtype)
 
     kernel = plgpu.kernel(
@@ -78,7 +78,7 @@ def flash_decode(
         scratch_types={"shared": _Shared.types(dim, query.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # rows are in a warp each
     )
-    operands = _Operands(padded, cache.reshape(-1, dim), padded_sinks, positions, tables)
+    operands = _Operands(padded, cache.reshape(-1, dim), sinks, positions, tables)
     (results,) = launch(kernel, operands)
     if splits == 1:
         return _without_padding(results[None], kv_heads, group)[0]
@@ -89,7 +89,7 @@ def flash_decode(
 def _padded(by_head: Shaped[Array, "B heads D"], call: "_Call") -> Shaped[Array, "B padded D"]:
     """With zeros after each group of query heads."""
     batch, heads, dim = by_head.shape
-    missing = call.group - heads // call.kv_heads
+    missing = call.padded_group - call.group
     if missing == 0:
         return by_head
     by_kv_head = by_head.reshape(batch, call.kv_heads, -1, dim)
@@ -112,12 +112,13 @@ class _Call:
 
     Args:
         num_rows: of the cache, or its pages.
-        group: query heads to a key head, with padding.
+        group: query heads to a key head; `padded_group` with padding.
         length: tokens of a row of the cache, or of a page.
     """
 
     num_rows: int
     group: int
+    padded_group: int
     kv_heads: int
     length: int
     dim: int
@@ -139,11 +140,8 @@ class _Shared(NamedTuple):
     """The shared memory of a CTA, and its barriers: types, or references. Keys and values are by stage."""
 
     rows: Ref
-    keys_and_values_or_gathered: Ref
-    peak_and_total: Ref
-    sinks: Ref
+    keys_and_values_or_results: Ref
     rows_full: Ref
-    sinks_full: Ref
     keys_full: Ref
     values_full: Ref
 
@@ -151,32 +149,34 @@ class _Shared(NamedTuple):
     def types(cls, dim: int, dtype: jax.typing.DTypeLike) -> "_Shared":
         return cls(
             rows=shared_memory(ROWS, dim, dtype=dtype),
-            keys_and_values_or_gathered=plgpu.RefUnion(
+            keys_and_values_or_results=plgpu.RefUnion(
                 [shared_memory(STAGES, KEYS, dim, dtype=dtype), shared_memory(STAGES, KEYS, dim, dtype=dtype)],
-                shared_memory(ROWS, dim, dtype=jnp.float32),
+                [shared_memory(ROWS, dim, dtype=jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32)],
             ),
-            peak_and_total=plgpu.SMEM((2, ROWS), jnp.float32),
-            sinks=plgpu.SMEM((ROWS,), jnp.float32),
             rows_full=plgpu.Barrier(),
-            sinks_full=plgpu.Barrier(),
             keys_full=plgpu.Barrier(num_barriers=STAGES),
             values_full=plgpu.Barrier(num_barriers=STAGES),
         )
 
     @property
     def keys(self) -> Ref:
-        (keys, _), _ = self.keys_and_values_or_gathered
+        (keys, _), _ = self.keys_and_values_or_results
         return keys
 
     @property
     def values(self) -> Ref:
-        (_, values), _ = self.keys_and_values_or_gathered
+        (_, values), _ = self.keys_and_values_or_results
         return values
 
     @property
     def gathered(self) -> Ref:
-        _, gathered = self.keys_and_values_or_gathered
+        _, (gathered, _) = self.keys_and_values_or_results
         return gathered
+
+    @property
+    def peak_and_total(self) -> Ref:
+        _, (_, peak_and_total) = self.keys_and_values_or_results
+        return peak_and_total
 
 
 class _Split(NamedTuple):
@@ -215,20 +215,17 @@ def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Sh
     `results` are `SplitResults`; or if there is one split, the softmax with the sinks in it, like the query.
     """
     split = _Split.of_cta(call, operands.positions)
-    heads = pl.ds(split.kv_head * call.group, call.group)
+    heads = pl.ds(split.kv_head * call.padded_group, call.padded_group)
     with jax.named_scope("prologue"):
-        used = pl.ds(0, call.group)
+        used = pl.ds(0, call.padded_group)
         plgpu.copy_gmem_to_smem(operands.query.at[split.row, heads], shared.rows.at[used], shared.rows_full)
-        if call.splits == 1:
-            plgpu.copy_gmem_to_smem(operands.sinks.at[heads], shared.sinks.at[used], shared.sinks_full)
         for step in range(STAGES):
             pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, shared, jnp.int32(step)))
         plgpu.barrier_wait(shared.rows_full)
     none = RunningSoftmax.begin(ROWS, call.dim)
     if call.splits == 1:
-        plgpu.barrier_wait(shared.sinks_full)
-        sinks = plgpu.load(shared.sinks, layout=plgpu.Layout.WGMMA.reduce(1))
-        none = RunningSoftmax(none.gathered, sinks * TO_BITS, jnp.ones_like(none.total))
+        peaks = _sinks_by_row(call, operands.sinks, split.kv_head) * TO_BITS
+        none = RunningSoftmax(none.gathered, peaks, jnp.ones_like(none.total))
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, shared, step, softmax)
@@ -254,6 +251,20 @@ def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Sh
         plgpu.copy_smem_to_gmem(shared.peak_and_total.at[0, used], results.peaks.at[place])
         plgpu.copy_smem_to_gmem(shared.peak_and_total.at[1, used], results.totals.at[place])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _sinks_by_row(call: _Call, sinks: Ref, kv_head: jax.Array) -> jax.Array:
+    """float32 (ROWS,), the sinks of a key head's queries; rows that have none get another's.
+
+    By selects, since a buffer in shared memory would leave too little for two CTAs on an SM.
+    """
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
+    first = kv_head * call.group
+    found = plgpu.layout_cast(jnp.full((ROWS,), sinks[first]), layout)
+    for number in range(1, call.group):
+        found = jnp.where(row == number, sinks[first + number], found)
+    return found
 
 
 @jax.named_scope("load")
