@@ -88,7 +88,7 @@ def flash_decode(
 
 def _padded(by_head: Shaped[Array, "B heads D"], call: "_Call") -> Shaped[Array, "B padded D"]:
     """With zeros after each group of query heads."""
-    batch, heads, dim = by_head.shape
+    batch, _, dim = by_head.shape
     missing = call.padded_group - call.group
     if missing == 0:
         return by_head
