@@ -113,6 +113,14 @@ def test_texts_are_encoded_whole_whatever_length_a_file_has(tmp_path: Path) -> N
     assert tokenizer.encode("<s>", add_special_tokens=False).ids == [1]
 
 
+def test_a_tokenizer_in_another_form_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"which a text prompt needs$"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tiktoken.model").touch()
+    with pytest.raises(FileNotFoundError, match=r"needs; tiktoken\.model, which is there, is not read$"):
+        read_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("processor", "settings", "ids"),
     [

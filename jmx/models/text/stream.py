@@ -6,6 +6,7 @@ from typing import Any
 
 from jmx.checkpoint import CheckpointError
 
+_OTHER_FORMS = ("tiktoken.model", "tekken.json", "tokenizer.model", "vocab.json")
 _NEAR = 4  # ids before a text that are decoded with it
 
 
@@ -22,7 +23,9 @@ def read_tokenizer(directory: Path) -> Any:
     places = [directory, directory.parent] if directory.name == "original" else [directory]
     file = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").exists()), None)
     if file is None:
-        raise FileNotFoundError(f"{directory / 'tokenizer.json'} is missing, which a text prompt needs")
+        others = [name for name in _OTHER_FORMS if (directory / name).exists()]
+        rest = f"; {others[0]}, which is there, is not read" if others else ""
+        raise FileNotFoundError(f"{directory / 'tokenizer.json'} is missing, which a text prompt needs{rest}")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
