@@ -28,10 +28,10 @@ from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
 PAGE = 128  # positions by which capacities are divided: those of a page
-KEYS = 64  # of one step
+KEYS = 64  # of one step, or twice as many where these are all
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 UNSPLIT = 256  # keys that one CTA takes in any case: splitting so few would only add results to sum
-SPLITS = 8  # CTAs that share a long row's keys, at most
+SPLITS = 16  # CTAs that share a long row's keys, at most, of two blocks each at least
 CTAS = 264  # two on each SM run at a time; where a call has so many, splitting keys further only adds results to sum
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 
@@ -68,8 +68,9 @@ def flash_decode(
     _, num_rows, kv_heads, length, _ = cache.shape
     capacity = length if tables is None else PAGE * tables.shape[1]
     blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
-    splits = 1 if blocks * KEYS <= UNSPLIT else max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
-    call = _Call(num_rows, heads // kv_heads, kv_heads, length, dim, splits, window)
+    splits = _splits(blocks, batch * kv_heads)
+    keys = 2 * KEYS if window is None and blocks <= 2 * splits else KEYS  # all keys of a CTA in one step
+    call = _Call(num_rows, heads // kv_heads, kv_heads, length, dim, keys, splits, window)
     by_head = query.reshape(batch, kv_heads, call.group, dim)
     whole = jax.ShapeDtypeStruct((batch, kv_heads, call.stored, dim), query.dtype)
     padded = by_head if call.stored == call.group else jnp.pad(by_head, _end(2, call.stored - call.group))
@@ -82,7 +83,7 @@ def flash_decode(
         kernel_name=kernel_name(
             "flash_decode", group=call.group, dim=dim, splits=splits, window=window, pages=tables is not None
         ),
-        scratch_types={"shared": _Shared.types(dim, query.dtype)},
+        scratch_types={"shared": _Shared.types(call, query.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # rows are in a warp each
     )
     operands = _Operands(padded, cache.reshape(-1, dim), sinks, positions, tables)
@@ -91,6 +92,13 @@ def flash_decode(
         used = SplitResults(*(part[:, :, :, : call.group] for part in results))
         return combine(used, sinks.reshape(kv_heads, -1)).astype(query.dtype).reshape(query.shape)
     return results[:, :, : call.group].reshape(query.shape)
+
+
+def _splits(blocks: int, units: int) -> int:
+    """CTAs that share a row's `blocks` of `KEYS` keys, of so many `units`: rows times key heads."""
+    if blocks * KEYS <= UNSPLIT:
+        return 1
+    return max(1, min(SPLITS, blocks // 2, CTAS // units))
 
 
 def _end(axis: int, count: int) -> list[tuple[int, int]]:
@@ -113,6 +121,7 @@ class _Call:
         num_rows: of the cache, or its pages.
         group: query heads to a key head.
         length: tokens of a row of the cache, or of a page.
+        keys: of one step.
     """
 
     num_rows: int
@@ -120,6 +129,7 @@ class _Call:
     kv_heads: int
     length: int
     dim: int
+    keys: int
     splits: int
     window: int | None
 
@@ -154,12 +164,15 @@ class _Shared(NamedTuple):
     values_full: Ref
 
     @classmethod
-    def types(cls, dim: int, dtype: jax.typing.DTypeLike) -> "_Shared":
+    def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
         return cls(
-            rows=shared_memory(ROWS, dim, dtype=dtype),
+            rows=shared_memory(ROWS, call.dim, dtype=dtype),
             keys_and_values_or_results=plgpu.RefUnion(
-                [shared_memory(STAGES, KEYS, dim, dtype=dtype), shared_memory(STAGES, KEYS, dim, dtype=dtype)],
-                [shared_memory(ROWS, dim, dtype=jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32)],
+                [
+                    shared_memory(STAGES, call.keys, call.dim, dtype=dtype),
+                    shared_memory(STAGES, call.keys, call.dim, dtype=dtype),
+                ],
+                [shared_memory(ROWS, call.dim, dtype=jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32)],
             ),
             rows_full=plgpu.Barrier(),
             keys_full=plgpu.Barrier(num_barriers=STAGES),
@@ -208,13 +221,13 @@ class _Split(NamedTuple):
     def of_cta(cls, call: _Call, positions: Ref) -> "_Split":
         split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
         position, window = positions[row], call.window
-        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), KEYS)
-        blocks = lax.div(position, KEYS) + 1 - first
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), call.keys)
+        blocks = lax.div(position, call.keys) + 1 - first
         return cls(split, kv_head, row, position, first, lax.div(blocks - split + call.splits - 1, call.splits))
 
     def start(self, call: _Call, step: jax.Array) -> jax.Array:
         """The position at which a step's keys begin."""
-        return (self.first + self.split + step * call.splits) * KEYS
+        return (self.first + self.split + step * call.splits) * call.keys
 
 
 def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Shared) -> None:
@@ -284,7 +297,7 @@ def _load(call: _Call, split: _Split, operands: _Operands, smem: _Shared, step: 
     for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
         head = (kind * call.num_rows + row) * call.kv_heads + split.kv_head
         start = head * call.length + first
-        plgpu.copy_gmem_to_smem(operands.cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
+        plgpu.copy_gmem_to_smem(operands.cache.at[pl.ds(start, call.keys)], target.at[stage], full.at[stage])
 
 
 def _attend_block(
