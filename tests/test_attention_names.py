@@ -46,7 +46,7 @@ def pages_of_rows(query: Any, pages: Any, sinks: Any, positions: Any, tables: An
         (
             partial(flash_decode, window=300),
             (STEP, CACHE, SINKS, POSITIONS),
-            "flash_decode_group8_dim64_splits4_window300",
+            "flash_decode_group8_dim64_splits3_window300",
             {*OF_STEP, "load"},
         ),
         (

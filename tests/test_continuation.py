@@ -11,9 +11,8 @@ from properties import examples
 from tokenizers import Tokenizer, decoders, models, processors
 
 from jmx.cli import prompts
-from jmx.models.text.beginning import beginning_of_texts
 from jmx.models.text.continuation import Continuation
-from jmx.models.text.stream import read_tokenizer
+from jmx.models.text.stream import beginning_of_texts, read_tokenizer
 
 TOKENIZER = read_tokenizer(Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny")
 TEXT = "Licensed under 漢字 the 🙂 License"
