@@ -4,7 +4,7 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import (
-    TILE,
-    TO_BITS,
-    RunningSoftmax,
-    SplitResults,
-    combine,
-    shared_memory,
-    token_scores,
-)
+from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitResults, shared_memory, token_scores
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
@@ -89,8 +81,7 @@ def flash_decode(
     operands = _Operands(padded, cache.reshape(-1, dim), sinks, positions, tables)
     (results,) = launch(kernel, operands)
     if splits > 1:
-        used = SplitResults(*(part[:, :, :, : call.group] for part in results))
-        return combine(used, sinks.reshape(kv_heads, -1)).astype(query.dtype).reshape(query.shape)
+        results = _combine(results, sinks.reshape(kv_heads, call.group)).astype(query.dtype)
     return results[:, :, : call.group].reshape(query.shape)
 
 
@@ -313,3 +304,17 @@ def _attend_block(
     with jax.named_scope("wait"):
         plgpu.barrier_wait(smem.values_full.at[stage])
     return softmax.add_values(weights, smem.values.at[stage])
+
+
+def _combine(results: SplitResults, sinks: Float32[Array, "kv_heads group"]) -> Float32[Array, "B kv_heads group D"]:
+    """The splits' results as one softmax, with the sinks in it: float32 (B, kv_heads, group, D).
+
+    A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
+    """
+    sinks, group = sinks * TO_BITS, sinks.shape[1]
+    gathered, peaks, totals = (part[:, :, :, :group] for part in results)
+    peak = reduce(jnp.maximum, peaks, sinks)
+    parts = [jnp.exp2(split - peak) for split in peaks]
+    total = sum((part * split for part, split in zip(parts, totals, strict=True)), jnp.exp2(sinks - peak))
+    out = sum(part[..., None] * split for part, split in zip(parts, gathered, strict=True))
+    return out / total[..., None]

@@ -4,8 +4,6 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 import math
-from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +15,6 @@ from jax import lax
 from jmx.pallas.sm90.operation import Ref
 
 TILE = 8  # rows of a tile of shared memory
-WRITTEN_OUT = 16  # splits, at most, whose results are combined without reductions
 TO_BITS = math.log2(math.e)  # exponentials are powers of two: those the hardware has
 
 
@@ -76,26 +73,6 @@ class SplitResults(NamedTuple):
     def shapes(cls, splits: int, batch: int, heads: int, channels: int) -> "SplitResults":
         per_head = jax.ShapeDtypeStruct((splits, batch, heads), jnp.float32)
         return cls(jax.ShapeDtypeStruct((*per_head.shape, channels), jnp.float32), per_head, per_head)
-
-
-def combine(results: SplitResults, sinks: jax.Array | None = None) -> jax.Array:
-    """The splits' results as one softmax: float32 (B, heads, D). `sinks`: a logit of each head without a value."""
-    gathered, peaks, totals = results
-    peak = _over_splits(jnp.maximum, jnp.max, peaks)
-    if sinks is not None:
-        peak = jnp.maximum(peak, sinks * TO_BITS)
-    parts = jnp.exp2(peaks - peak)
-    total = _over_splits(jnp.add, jnp.sum, parts * totals)
-    if sinks is not None:
-        total += jnp.exp2(sinks * TO_BITS - peak)
-    return _over_splits(jnp.add, jnp.sum, parts[..., None] * gathered) / total[..., None]
-
-
-def _over_splits(
-    function: Callable[[jax.Array, jax.Array], jax.Array], whole: Callable[..., jax.Array], splits: jax.Array
-) -> jax.Array:
-    """`splits` reduced along the first axis, written out if there are few: XLA makes each reduction a kernel."""
-    return reduce(function, splits) if len(splits) <= WRITTEN_OUT else whole(splits, axis=0)
 
 
 def _filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:
