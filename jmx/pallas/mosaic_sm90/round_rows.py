@@ -28,8 +28,8 @@ from jmx.pallas.sm90.mlir import address_of, constant, i32, i64, less, run, thre
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional
 from jmx.util.typing import Array, Float, Float32, Int32
 
-_HALF_OF_LARGEST = 1.5 * 2.0**23
-_INTEGER = "{ .reg .f32 a; mov.b32 a, $1; add.rn.f32 a, a, 0f4B400000; sub.rn.f32 a, a, 0f4B400000; mov.b32 $0, a; }"
+_MIDDLE = 1.5 * 2.0**23
+INTEGER = "{ .reg .f32 a; mov.b32 a, $1; add.rn.f32 a, a, 0f4B400000; sub.rn.f32 a, a, 0f4B400000; mov.b32 $0, a; }"
 _MINIFLOAT = (  # to the nearest element: `least`, the least normal one, `factor` and `most` are bits of float32
     "{{ .reg .f32 a, c, m; .reg .b32 s; mov.b32 a, $1; and.b32 s, $1, 0x7F800000; max.u32 s, s, {least:#x}; "
     "mov.b32 c, s; mul.rn.f32 c, c, 0f{factor:08X}; add.rn.f32 a, a, c; sub.rn.f32 a, a, c; "
@@ -73,7 +73,8 @@ def round_rows(
 
     def body(x: Ref, row_of: Ref, static: Ref, values: Ref, *scales: Ref, warp_maxima: Ref) -> None:
         with jax.named_scope("round"):
-            _round(lax.axis_index("row"), format, columns, x, row_of, static, values, *(scales or (None,)), warp_maxima)
+            scale = scales[0] if scales else None
+            _round(lax.axis_index("row"), format, columns, x, row_of, static, values, scale, warp_maxima)
 
     kernel = plgpu.kernel(
         body,
@@ -200,7 +201,7 @@ def _elements(floats: list[ir.Value], divisor: ir.Value, format: InputFormat) ->
     if not isinstance(format.block_size, int):
         found = (row.limited_quotients if format.static else row.quotients)(floats, divisor)
         if format.element_dtype == np.int8:
-            return [run(_INTEGER, one) for one in found]
+            return [run(INTEGER, one) for one in found]
     elif format == input_formats.NVFP4:
         found = row.limited_quotients(floats, divisor)
     else:
@@ -209,11 +210,15 @@ def _elements(floats: list[ir.Value], divisor: ir.Value, format: InputFormat) ->
 
 
 def _minifloat(quotient: ir.Value, dtype: np.dtype[Any]) -> ir.Value:
+    return run(minifloat_ptx(dtype), quotient)
+
+
+def minifloat_ptx(dtype: Any) -> str:
+    """PTX that rounds float32 bits to the nearest number of a narrower float, ties to even, saturating."""
     limits = jnp.finfo(dtype)
 
     def bits(number: float) -> int:
         return int(np.float32(number).view(np.int32))
 
-    factor = bits(_HALF_OF_LARGEST * 2.0**-limits.nmant)
-    text = _MINIFLOAT.format(least=bits(2.0**limits.minexp), factor=factor, most=bits(float(limits.max)))
-    return run(text, quotient)
+    factor = bits(_MIDDLE * 2.0**-limits.nmant)
+    return _MINIFLOAT.format(least=bits(2.0**limits.minexp), factor=factor, most=bits(float(limits.max)))
