@@ -3,12 +3,11 @@
 import json
 from typing import Any, Literal, NamedTuple, Protocol
 
-from jmx.models.text.harmony import Channels
+from jmx.models.text.harmony import ANALYSIS, Channels
 from jmx.models.text.stops import overlap
 from jmx.models.text.stream import TextStream
 
 _FUNCTIONS = "functions."  # what a recipient begins with in the Harmony format
-_ANALYSIS = "analysis"
 
 # Of Qwen3's answers, what begins a part that is not content, and what ends it.
 _OPENING: dict[str, "Kind"] = {"<think>": "reasoning", "<tool_call>": "arguments"}
@@ -71,7 +70,7 @@ class HarmonyParser:
             return None
         if self._channels.recipient.startswith(_FUNCTIONS):
             return "arguments"
-        return "reasoning" if self._channels.name == _ANALYSIS else "content"
+        return "reasoning" if self._channels.name == ANALYSIS else "content"
 
     def step(self, token: int) -> list[Piece]:
         kind = self.kind

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmx.models.text.chat_template import ChatTemplate
+from jmx.serving.api.errors import ApiError
 from jmx.serving.api.fields import Field, json_object, list_of, only, record, text
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
@@ -77,14 +78,14 @@ _LONGEST_NAME = 100
 
 
 def variables(template: ChatTemplate, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A template's variables, of the field `name`. ValueError for one that it does not read, or that is not free."""
+    """A template's variables, of the field `name`; ApiError 400 for one that it does not read, or that is not free."""
     for key in given:
         if key in _OWN or key in template.special_tokens:
-            raise ValueError(f"`{name}` has {key[:50]!r}, which a request must not set")
+            raise ApiError(400, f"`{name}` has {key[:50]!r}, which a request must not set", name)
         if len(key) > _LONGEST_NAME or not any(
             re.search(rf"\b{re.escape(key)}\b", source) for source in template.sources.values()
         ):
-            raise ValueError(f"`{name}` has {key[:50]!r}, which the model's chat template does not read")
+            raise ApiError(400, f"`{name}` has {key[:50]!r}, which the model's chat template does not read", name)
     return dict(given)
 
 
