@@ -40,7 +40,7 @@ _PACK = (  # two numbers times a scale, in bfloat16
     "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; "
     "mul.rn.f32 a, a, c; mul.rn.f32 b, b, c; cvt.rn.bf16x2.f32 $0, b, a; }"
 )
-_ONE = 0x3F800000
+_ONE, _BEYOND = 0x3F800000, 0x44000000  # 512: as all that is more, it becomes the largest e4m3
 _LEAST_POWER = 1 << 22  # 2^-127, a subnormal
 # Scales that are powers of two: what is added to the bits of the largest magnitude, and subtracted from its exponent.
 _POWERS = {"mxfp4": (1 << 21, 2)}
@@ -184,7 +184,8 @@ def _of_block(
     largest, finite = row.as_float(largest, dtype)
     if static is not None:
         limit = run(row.PRODUCT, constant(int(np.float32(6).view(np.int32))), static)
-        scale = _minifloat(run(row.QUOTIENT, largest, limit), np.dtype(jnp.float8_e4m3fn))
+        quotient = arith.minui(run(row.QUOTIENT, largest, limit), constant(_BEYOND))
+        scale = _minifloat(quotient, np.dtype(jnp.float8_e4m3fn))
         scale = arith.maxui(scale, constant(int(np.float32(2.0**-9).view(np.int32))))
         scale = arith.select(finite, scale, constant(row.NAN))
         return run(row.PRODUCT, scale, static), scale
