@@ -1,6 +1,7 @@
 """Answers of chat models: which part of what a model generates is content, reasoning, or a call of a function."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from jmx.models.text.harmony import ANALYSIS, Channels
@@ -42,12 +43,12 @@ class Parser(Protocol):
 
 
 class PlainParser:
-    """All is content."""
+    """All is content. `before`: ids that it continues, see `TextStream`."""
 
     kind: Kind | None = "content"
 
-    def __init__(self, tokenizer: Any):
-        self._stream = TextStream(tokenizer)
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()):
+        self._stream = TextStream(tokenizer, before)
 
     def step(self, token: int) -> list[Piece]:
         return _pieces("content", self._stream.step(token))

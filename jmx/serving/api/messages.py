@@ -48,8 +48,8 @@ _FIELDS_OF_MESSAGE = record(
 
 
 def message(name: str, value: Any) -> dict[str, Any]:
-    """A message as a template gets it: without what is not given, but with content."""
-    found = {key: its for key, its in _FIELDS_OF_MESSAGE(name, value).items() if its is not None}
+    """A message as a template gets it: without what is not given, such as an empty list of calls, but with content."""
+    found = {key: its for key, its in _FIELDS_OF_MESSAGE(name, value).items() if its is not None and its != []}
     if found["role"] != "assistant" and "content" not in found:
         raise ValueError(f"`{name}` (of the role {found['role']!r}) must have `content`")
     return {"content": ""} | found
