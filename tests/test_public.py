@@ -172,6 +172,7 @@ SHORT = {
     "models.families.mixtral": "each family has a file",
     "models.families.olmoe": "each family has a file",
     "models.families.qwen3_moe": "each family has a file",
+    "models.text.beginning": "a rule of checkpoints, which nothing else beside it is",
     "numerics.tensor_scales": "the reference and a backend import it",
     "pallas.quiet": "both packages of kernels in Triton import it",
     "pallas.sm90.layout_inference": "jax 0.11 needs it, so that it goes as a whole",
