@@ -59,9 +59,9 @@ def all_cases(models: Sequence[str], roles: Sequence[str], passes: Sequence[str]
     return found
 
 
-# A pass by each configuration of a system, by its name. Operands: rows, weights and sizes of groups; or, of dw, the
-# gradients of results, rows and sizes.
-Configurations = dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]
+# A pass by each configuration of a system, by its name. Operands: rows and weights; or, of dw, the
+# gradients of results and rows; then where groups begin, and their sizes.
+Configurations = dict[str, Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]]
 
 
 def jmx(case: Case) -> Configurations:
@@ -82,8 +82,8 @@ def jmx(case: Case) -> Configurations:
         configs |= {f"section {number}": deepest(chosen.block_n, 2, number) for number in (4, 16)}
         configs = {name: config for name, config in configs.items() if name == "" or config != chosen}
 
-    def run(config: Any, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-        its, groups = Launch(BF16, config, cores), Groups.of(sizes)
+    def run(config: Any, left: jax.Array, right: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
+        its, groups = Launch(BF16, config, cores), Groups.at(starts, sizes)
         if case.which == "dw":
             return outer(left, right, groups, its)
         return product(left, right, groups, its, transposed=case.which == "dx")
@@ -96,7 +96,8 @@ def ragged_dot(case: Case) -> Configurations:
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
 
-    def run(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    def run(left: jax.Array, right: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
+        del starts
         if case.which == "dw":
             return lax.ragged_dot_general(left, right, sizes, numbers, preferred_element_type=BF16)
         return lax.ragged_dot(left, right.mT if case.which == "forward" else right, sizes)
@@ -109,7 +110,10 @@ def mgpu(case: Case) -> Configurations:
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot as product
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot as outer
 
-    def run(sizes_of_blocks: dict[str, Any], left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    def run(
+        sizes_of_blocks: dict[str, Any], left: jax.Array, right: jax.Array, starts: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        del starts
         options: dict[str, Any] = {"block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1, **sizes_of_blocks}
         if case.which == "dw":
             return outer(left, right, group_sizes=sizes, **options)
@@ -136,7 +140,8 @@ def tokamax(case: Case) -> Configurations:
     }[case.which]
     shared = {"split_k": 1, "grid_minor_dim": kernels.common.MatmulDimension.M, "grid_tile_width": 1}
 
-    def run(config: Any, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    def run(config: Any, left: jax.Array, right: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
+        del starts
         product = kernels.PallasMosaicGpuRaggedDot(config=config)
         return product(left, right, group_sizes=sizes, ragged_dot_dimension_numbers=numbers)
 
@@ -145,4 +150,5 @@ def tokamax(case: Case) -> Configurations:
     return found | {"128x128x64": partial(run, kernels.Config(**large, **shared))}
 
 
+ALIGN = {"jmx": 8}  # the multiple that groups begin at, as the layer sorts rows; without gaps for the others
 SYSTEMS = {"jmx": jmx, "tokamax": tokamax, "ragged_dot": ragged_dot, "mgpu": mgpu}

@@ -341,7 +341,12 @@ def expert_of_row(work: Work, expert_ids: Integer[AnyArray, "T k"], num_rows: in
 
 def weigh(rows: Float[Array, "R H"], work: Work, weights: Float[AnyArray, "T k"]) -> Float[Array, "R H"]:
     """Rows (R, H) times the routing weights (T, k) of their assignments, in rows' dtype."""
-    return (rows * by_row(weights, work, rows.shape[0])[:, None]).astype(rows.dtype)
+    return weighted(rows, by_row(weights, work, rows.shape[0])[:, None])
+
+
+def weighted(rows: Float[Array, "*rows H"], weights: Float[Array, "*weights 1"]) -> Float[Array, "..."]:
+    """Rows times their routing weights, multiplied in float32, in rows' dtype."""
+    return (rows.astype(jnp.float32) * weights.astype(jnp.float32)).astype(rows.dtype)
 
 
 def combine(
@@ -392,7 +397,7 @@ def _split_groups(sizes: Int32[Array, " E"], starts: Int32[Array, " E"], num_ass
     units = _aligned(size, align) // align
     # If an expert's rows do not divide evenly, its first blocks have `align` rows more.
     before_block = (nth * (units // shares) + jnp.minimum(nth, units % shares)) * align
-    here = (units // shares + (nth < units % shares)) * align
+    here = (units // shares + (nth < units % shares).astype(jnp.int32)) * align
     if whole:
         before_block, here = nth * block_m, block_m
     rows = starts[experts] + before_block

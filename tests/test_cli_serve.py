@@ -1,5 +1,6 @@
 """`jmx serve`: what is wrong with its arguments is an error before any weight is read."""
 
+import argparse
 import pathlib
 
 import pytest
@@ -99,3 +100,21 @@ def test_random_weights_have_no_texts() -> None:
     assert tokenizer.token_to_id("<s>") is None
     with pytest.raises(ValueError, match="token ids"):
         tokenizer.encode("text")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "given", "found"),
+    [
+        (None, None, None, 1024),
+        ("ep=4", None, None, 1024),
+        ("dp=2,ep=2", None, None, 2048),
+        ("ep=4", "token=ep,heads=none", None, 4096),
+        ("dp=2", None, 512, 512),
+    ],
+)
+def test_each_group_of_devices_has_tokens_of_prompts_by_default(
+    mesh: str | None, axes: str | None, given: int | None, found: int
+) -> None:
+    limits = {"max_users": 64, "cache_tokens": None, "page": 128, "prompt_tokens": given, "decode_steps": 4}
+    arguments = argparse.Namespace(**limits, no_prefix_reuse=False, mesh=mesh, mesh_axes=axes)
+    assert serving.limits_of(arguments, 256).prompt_tokens == found

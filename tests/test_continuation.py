@@ -11,9 +11,8 @@ from properties import examples
 from tokenizers import Tokenizer, decoders, models, processors
 
 from jmx.cli import prompts
-from jmx.models.text.beginning import beginning_of_texts
 from jmx.models.text.continuation import Continuation
-from jmx.models.text.stream import read_tokenizer
+from jmx.models.text.stream import beginning_of_texts, read_tokenizer
 
 TOKENIZER = read_tokenizer(Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny")
 TEXT = "Licensed under 漢字 the 🙂 License"
@@ -111,6 +110,14 @@ def test_texts_are_encoded_whole_whatever_length_a_file_has(tmp_path: Path) -> N
     tokenizer = words(tmp_path)
     assert tokenizer.encode("<s>" * 7, add_special_tokens=False).ids == [1] * 7
     assert tokenizer.encode("<s>", add_special_tokens=False).ids == [1]
+
+
+def test_a_tokenizer_in_another_form_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"which a text prompt needs$"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tiktoken.model").touch()
+    with pytest.raises(FileNotFoundError, match=r"needs; tiktoken\.model, which is there, is not read$"):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

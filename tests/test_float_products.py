@@ -9,12 +9,13 @@ import pytest
 from test_grouped_dot import SIZES, assert_close, exact
 
 from jmx import Environment
-from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
-from jmx.pallas.float_sm90.config import Config, Launch, blocks_of_rows, deepest
+from jmx.pallas.float_sm90.blocks import Groups, RowBlocks, Schedule
+from jmx.pallas.float_sm90.config import Config, FittedConfig, Launch, blocks_of_rows, deepest
 from jmx.pallas.float_sm90.outer import outer
-from jmx.pallas.float_sm90.product import Schedule, product
+from jmx.pallas.float_sm90.product import product
 from jmx.pallas.sm90.config import SHARED_MEMORY
 
+FITTED_SIZES = {"hundreds": [512, 530, 130, 300, 0, 190, 575], "edges": [144, 145, 152, 153, 160, 161, 192, 193, 2000]}
 KERNEL_SIZES = SIZES | {"many": [513, 0, 1, 64, 63, 65, 200], "aligned": [64, 128, 8, 256], "ones": [1] * 9}
 
 
@@ -40,6 +41,39 @@ def test_blocks_write_each_row_once_and_begin_where_tma_reads(name, block_m):
         assert (written[start:end] == -1).all()
         written[start:end] = group
     np.testing.assert_array_equal(written, np.repeat(np.arange(len(sizes)), sizes))
+
+
+def aligned_starts(sizes: np.ndarray) -> np.ndarray:
+    """Where groups begin in the layer: at multiples of 8."""
+    taken = -(-sizes // 8) * 8
+    return (np.cumsum(taken) - taken).astype(np.int32)
+
+
+@pytest.mark.parametrize("most", [64, 144, 192])
+def test_fitted_blocks_write_each_row_once_and_have_as_many_rows_each(most, rng):
+    draws = [rng.integers(0, high, int(rng.integers(1, 9))) for high in (20, 600, 600, 9000)]
+    for sizes in (
+        *(np.array(its, np.int32) for its in KERNEL_SIZES.values()),
+        *(its.astype(np.int32) for its in draws),
+    ):
+        starts = aligned_starts(sizes)
+        num_rows = int((starts + sizes).max()) // 8 * 8 + 8
+        blocks = RowBlocks.fitted(Groups.at(jnp.asarray(starts), jnp.asarray(sizes)), num_rows, most)
+        number = int(blocks.number[0])
+        assert number <= len(blocks.groups)
+        assert number == (-(-sizes // most)).sum()
+        written = np.full(num_rows, -1)
+        found = zip(*(np.asarray(field)[:number] for field in jax.tree.leaves(blocks)), strict=True)
+        for group, aligned, start, end, _ in found:
+            assert aligned == start
+            assert start % 8 == 0
+            assert start < end <= start + most
+            assert (end - start) % 16 == 0 or end == starts[group] + sizes[group]
+            assert (written[start:end] == -1).all()
+            written[start:end] = group
+        for group, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            assert (written[start : start + size] == group).all()
+        assert (written >= 0).sum() == sizes.sum()
 
 
 @pytest.mark.parametrize(("column_blocks", "section"), [(1, 8), (8, 8), (23, 8), (5, 2), (7, 16)])
@@ -76,11 +110,31 @@ def test_tiles_are_those_of_which_no_cta_takes_many(num_rows, num_groups, column
     assert Launch.of_rows(num_rows, num_groups, columns, jnp.float32, 132).config.block_n == block_n
 
 
+def test_blocks_are_fitted_to_groups_of_many_rows_if_results_have_16_bits():
+    def of(num_rows, dtype):
+        return isinstance(Launch.of_rows(num_rows, 32, 2880, dtype, 132).config, FittedConfig)
+
+    assert [of(num_rows, jnp.bfloat16) for num_rows in (128, 4095, 4096, 32768)] == [False, False, True, True]
+    assert of(4096, jnp.float16)
+    assert not of(32768, jnp.float32)
+    for dtype, staged in ((jnp.float16, True), (jnp.float32, False)):
+        config = Launch.of_groups(32, 5760, 2880, dtype, 132).config
+        assert isinstance(config, Config)
+        assert config.staged is staged
+
+
 def test_blocks_of_rows_are_those_of_random_routing(rng):
     for mean, block_m in ((512, 128), (512, 192), (40, 64), (3, 128)):
         sizes = rng.poisson(mean, 2000)
         found = (-(-sizes // block_m)).sum()
         assert blocks_of_rows(2000 * mean, 2000, block_m) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("change", [{"block_n": 128}, {"block_n": 200}, {"piece_rows": 24}, {"num_stages": 4}])
+def test_wrong_configurations_of_fitted_blocks(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"`{name}` \\(=.*must be"):
+        FittedConfig(**change)
 
 
 @pytest.mark.parametrize("change", [{"block_n": 96}, {"block_n": 320}, {"num_stages": 0}, {"num_stages": 5}])
@@ -121,5 +175,32 @@ def test_kernels_on_a_gpu(name, dtype, result, warpgroups, rng):
         assert_close(got[:used], products, bound)
         got = product(d, weights, Groups.of(sizes), its[1], transposed=True)
         assert_close(got[:used], drows[:used], bound)
-        got = outer(d, rows, Groups.of(sizes), its[1])
-        assert_close(got, dweights, bound)
+        for staged in (False, True):
+            config = deepest(its[1].config.block_n, warpgroups, staged=staged)
+            got = outer(d, rows, Groups.of(sizes), its[1]._replace(config=config))
+            assert_close(got, dweights, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [144, 192])
+@pytest.mark.parametrize("name", KERNEL_SIZES | FITTED_SIZES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_in_fitted_blocks_on_a_gpu(name, dtype, block_n, rng):
+    """Rows between groups hold NaN, and the rows after each group that may be written are less than 8."""
+    if Environment.probe().compute_capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    sizes = np.array((KERNEL_SIZES | FITTED_SIZES)[name], np.int32)
+    starts = aligned_starts(sizes)
+    num_rows = int((starts + sizes).max()) // 8 * 8 + 8
+    inside = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    inside = inside.astype(np.int32)
+    groups, cores = Groups.at(jnp.asarray(starts), jnp.asarray(sizes)), jax.devices()[0].core_count
+    for n, k in ((128, 192), (448, 64), (320, 576), (64, 128)):
+        packed, d = (jnp.asarray(rng.standard_normal((inside.size, size)), dtype) for size in (k, n))
+        weights = jnp.asarray(rng.standard_normal((sizes.size, n, k)), dtype)
+        products, drows, _ = exact(sizes, packed, weights, d)
+        rows, drows_of = (jnp.full((num_rows, its.shape[1]), jnp.nan, dtype).at[inside].set(its) for its in (packed, d))
+        launch = Launch(jnp.dtype(dtype), FittedConfig(block_n), cores)
+        for operand, transposed, want in ((rows, False, products), (drows_of, True, drows)):
+            got = product(operand, weights, groups, launch, transposed=transposed)
+            assert_close(got[inside], want, "bfloat16")

@@ -17,6 +17,7 @@ from jmx.lora import LoRA
 from jmx.pallas.float_sm90 import outer as outer_module
 from jmx.pallas.float_sm90 import product as product_module
 from jmx.pallas.float_sm90.backend import MosaicFloat
+from jmx.pallas.float_sm90.config import FittedConfig
 from jmx.perf.shapes import MODELS
 
 HOPPER = Environment.named("h200")
@@ -76,8 +77,11 @@ def emulated_product(rows, weights, groups, its, *, transposed, first=0):
     """As `product.product` says; rows of no group are NaN."""
     assert len(rows) % 8 == 0
     assert rows.dtype == weights.dtype
+    fitted = isinstance(its.config, FittedConfig)
+    assert not fitted or jnp.dtype(its.dtype).itemsize == 2
 
     def run(rows, weights, starts, ends, first):
+        assert not fitted or (starts % 8 == 0).all()
         out = np.full((len(rows), weights.shape[2 if transposed else 1]), np.nan)
         for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
             its = weights[first + group]
@@ -133,6 +137,7 @@ CASES = {
     "without biases": {"bias": False},
     "one token": {"tokens": 1},
     "many tokens": {"tokens": 200, "num_experts": 3},
+    "more tokens": {"tokens": 700, "num_experts": 3, "sizes": (320, 192)},
     "a layer of a stack": {"stacked": True},
     "a layer of a stack, rounded": {"stacked": True, "format": "float32"},
     "padded": {"sizes": (40, 72)},

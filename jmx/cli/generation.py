@@ -23,10 +23,9 @@ from jmx.models import FAMILIES, Generation, Model, Runner, random_source
 from jmx.models.config import Config
 from jmx.models.logprobs import check_count
 from jmx.models.sources.protocol import Source
-from jmx.models.text.beginning import beginning_of_texts
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.continuation import Continuation
-from jmx.models.text.stream import read_tokenizer
+from jmx.models.text.stream import beginning_of_texts, read_tokenizer
 from jmx.models.token_rows import check_tokens
 from jmx.util import atomic_files
 

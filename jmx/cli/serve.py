@@ -51,9 +51,9 @@ def add(parser: Parser) -> None:
     group.add_argument(
         "--prompt-tokens",
         type=number,
-        default=1024,
         metavar="N",
-        help="tokens of prompts that a step computes beside answers; default: %(default)s",
+        help="tokens of prompts that a step computes beside answers; default: 1024, in each group of devices into "
+        "which --mesh divides requests",
     )
     group.add_argument(
         "--decode-steps",

@@ -73,7 +73,7 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.name is not None and not (arguments.name and arguments.name.isprintable()):
         raise ValueError(f"`--name` (={arguments.name!r}) must be at least one character, all of them printable")
     check_seed("--seed", arguments.seed)
-    _limits(arguments, _or(arguments.max_length, 2))  # by default that of a model, which is not read yet
+    limits_of(arguments, _or(arguments.max_length, 2))  # by default that of a model, which is not read yet
 
 
 def _groups(arguments: argparse.Namespace) -> int:
@@ -91,19 +91,20 @@ def _or(number: int | None, default: int) -> int:
     return default if number is None else number
 
 
-def _limits(arguments: argparse.Namespace, max_length: int, cache_tokens: int = MOST) -> Limits:
+def limits_of(arguments: argparse.Namespace, max_length: int, cache_tokens: int = MOST) -> Limits:
     """The engine's limits. `cache_tokens` counts if the arguments have none."""
+    groups = _groups(arguments)
     try:
         limits = Limits(
             max_users=arguments.max_users,
             max_length=max_length,
             cache_tokens=_or(arguments.cache_tokens, cache_tokens),
             page=arguments.page,
-            prompt_tokens=arguments.prompt_tokens,
+            prompt_tokens=_or(arguments.prompt_tokens, groups * Limits.prompt_tokens),
             decode_steps=arguments.decode_steps,
             reuse=not arguments.no_prefix_reuse,
         )
-        limits.of_group(_groups(arguments))
+        limits.of_group(groups)
         return limits
     except ValueError as error:
         flags = {name: f"--{name.replace('_', '-')}" for name in Limits.__dataclass_fields__}
@@ -162,10 +163,10 @@ def make_engine(arguments: argparse.Namespace, max_length: int) -> Engine:
     if split is not None:
         check_communication(split)
     adapters = model_arguments.adapters(arguments, source)
-    limits = _limits(arguments, max_length)
+    limits = limits_of(arguments, max_length)
     if arguments.cache_tokens is None:
         tokens = automatic_cache_tokens(source, limits, arguments.dtype, split, adapters)
-        limits = _limits(arguments, max_length, tokens)
+        limits = limits_of(arguments, max_length, tokens)
     store, dtype, programs = compilation_cache.program_store(), jax.numpy.dtype(arguments.dtype), None
     if split is None and adapters is None and (shapes := expected(source, dtype=dtype, backend=arguments.backend)):
         programs = begin_programs(shapes, limits, store)
@@ -237,7 +238,7 @@ def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
     if arguments.max_length is not None and context is not None and arguments.max_length > context:
         raise ValueError(f"`--max-length` (={arguments.max_length}) must be at most {context}, the model's context")
     max_length = _or(arguments.max_length, min(_or(context, _LONGEST), _LONGEST))
-    _limits(arguments, max_length)
+    limits_of(arguments, max_length)
     name = arguments.name or arguments.random or _name(arguments.model)
 
     def make_service() -> Service:

@@ -17,7 +17,7 @@ from jmx.engines import products
 from jmx.engines.block_products import Factors, joined, multiply
 from jmx.engines.expert_rows import Rows, combine, dispatch
 from jmx.experts import Experts
-from jmx.grouping import SortedRows
+from jmx.grouping import SortedRows, weighted
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.routing import Routing
 from jmx.selection.backend import ActivatedProduct, ExpertProduct, ProductBackend, TransposedProduct, WeightProduct
@@ -97,7 +97,7 @@ def forward(
     weights = rows.weights(routing.weights)[:, None]
     inputs = Inputs(x, dispatch(x, rows), rows)
     if problem.on_input:
-        inputs = Inputs(None, (inputs.of_rows * weights).astype(x.dtype), rows)
+        inputs = Inputs(None, weighted(inputs.of_rows, weights), rows)
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
 
     with jax.named_scope("gate_up"):
@@ -142,7 +142,7 @@ def _first(
         parts = [part.astype(jnp.float32) for part in engine.outputs("gate_up", h)]
         for each in (bias, both):
             if each is not None:
-                parts = [part + its for part, its in zip(parts, apart(each), strict=True)]
+                parts = [part + its.astype(jnp.float32) for part, its in zip(parts, apart(each), strict=True)]
         for i, half in enumerate(halves):
             if half is not None:
                 parts[i] += half

@@ -159,7 +159,7 @@ def _pairs(elements: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead bytes"]:
 @partial(jax.jit, static_argnums=1)
 def _rounded(x: Float[Array, "*lead K"], format: Format) -> BlockScaled:
     """Floats of the format's dtype."""
-    if jnp.promote_types(x.dtype, format.element_dtype) == format.element_dtype:
+    if np.can_cast(x.dtype, format.element_dtype, "safe"):
         return BlockScaled(x.astype(format.element_dtype))
     x, most = x.astype(jnp.float32), float(jnp.finfo(format.element_dtype).max)
     return BlockScaled(jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x).astype(format.element_dtype))

@@ -62,7 +62,8 @@ def times(a: Int32[Array, "..."] | int, b: Int32[Array, "..."]) -> Int32[Array, 
     a, b = normalized(jnp.asarray(a, jnp.int32)), normalized(b)
     product = (_significand(a) >> 16).astype(jnp.uint32) * _significand(b).astype(jnp.uint32)  # 31 or 32 bits
     carry = (product >> 31).astype(jnp.int32)
-    word = (product >> 4).astype(jnp.int32) | (product & 15 != 0)  # the truncated bits become a sticky bit
+    sticky = (product & 15 != 0).astype(jnp.int32)  # whether any of the truncated bits is set
+    word = (product >> 4).astype(jnp.int32) | sticky
     field = (a >> _MANTISSA) + (b >> _MANTISSA) - _BIAS + carry
     significand = _shifted(word, jnp.minimum(3 + carry + jnp.maximum(1 - field, 0), 30))
     bits = jnp.minimum((jnp.clip(field - 1, 0, 254) << _MANTISSA) + significand, element_codes.F32_INF)

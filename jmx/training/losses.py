@@ -74,7 +74,7 @@ def sequence_balance_loss(
     lengths = used.sum(axis=-1)
     shares = lax.stop_gradient(counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1))
     means = (probabilities * used[..., None]).sum(axis=-2) / jnp.maximum(lengths, 1)[..., None]
-    return shape[-1] * (shares * means).sum() / jnp.maximum((lengths > 0).sum(), 1)
+    return shape[-1] * (shares * means).sum() / jnp.maximum((lengths > 0).sum(dtype=jnp.float32), 1)
 
 
 def router_z_loss(

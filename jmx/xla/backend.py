@@ -29,6 +29,7 @@ from jmx import activations
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import ROLES, Experts, padding
+from jmx.grouping import weighted
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.gate_up import split_gate_up
@@ -148,7 +149,7 @@ def _forward_few(
     weights = routing.weights.astype(jnp.float32)
     rows = x[:, None]
     if problem.on_input:
-        rows = (rows * weights[..., None]).astype(x.dtype)
+        rows = weighted(rows, weights[..., None])
     rows = jnp.broadcast_to(rows, (*inside.shape, x.shape[-1])).reshape(-1, x.shape[-1])
     if words:
         gate_up, down = dot.as_words(experts.gate_up), dot.as_words(experts.down)
@@ -350,7 +351,7 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
         step_weights = StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
-        rows_in = (rows * weight).astype(x.dtype) if on_input else rows
+        rows_in = weighted(rows, weight) if on_input else rows
         rows_in = round_inputs(problem, experts, "gate_up", rows_in)
         h = step_weights.product("gate_up", rows_in)
         a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order, step.experts), h)

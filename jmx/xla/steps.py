@@ -124,7 +124,7 @@ def inputs_of_down(
     """The inputs of the second product, not rounded yet, in one step; `weight`: the routing weights of its rows."""
     rows = x.at[step.tokens].get(mode="fill", fill_value=0)
     if problem.on_input:
-        rows = (rows * weight).astype(x.dtype)
+        rows = grouping.weighted(rows, weight)
     h = step_weights.product("gate_up", round_inputs(problem, experts, "gate_up", rows))
     a = activations.apply(problem.activation, h, experts.gate_up_order, step.experts)
     return a.astype(activation_dtype(x))

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint import CheckpointError
+from jmx.checkpoint.shards import read_object
 
+_OTHER_FORMS = ("tiktoken.model", "tekken.json", "tokenizer.model", "vocab.json")
+_SETTINGS, _ANY_TEXT = "tokenizer_config.json", "a"
 _NEAR = 4  # ids before a text that are decoded with it
 
 
@@ -22,7 +25,9 @@ def read_tokenizer(directory: Path) -> Any:
     places = [directory, directory.parent] if directory.name == "original" else [directory]
     file = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").exists()), None)
     if file is None:
-        raise FileNotFoundError(f"{directory / 'tokenizer.json'} is missing, which a text prompt needs")
+        others = [name for name in _OTHER_FORMS if (directory / name).exists()]
+        rest = f"; {others[0]}, which is there, is not read" if others else ""
+        raise FileNotFoundError(f"{directory / 'tokenizer.json'} is missing, which a text prompt needs{rest}")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -34,6 +39,32 @@ def read_tokenizer(directory: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def beginning_of_texts(directory: Path, tokenizer: Any) -> list[int]:
+    """Ids that transformers puts before a text: those of tokenizer.json, else `bos_token` if `add_bos_token` is set.
+
+    Raw prompts have them only where they are written.
+
+    Args:
+        directory: of the checkpoint.
+        tokenizer: the `tokenizers.Tokenizer` of its tokenizer.json.
+
+    Raises:
+        CheckpointError: tokenizer_config.json is not an object of JSON.
+    """
+    plain, whole = (tokenizer.encode(_ANY_TEXT, add_special_tokens=its).ids for its in (False, True))
+    starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
+    if starts and starts[0] > 0:
+        return whole[: starts[0]]
+    file = directory / _SETTINGS
+    settings = read_object(file) if file.exists() else {}
+    token = settings.get("bos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if settings.get("add_bos_token") is not True or not isinstance(text, str):
+        return []
+    id = tokenizer.token_to_id(text)
+    return [] if id is None else [id]
 
 
 class TextStream:

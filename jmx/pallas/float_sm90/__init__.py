@@ -1,7 +1,8 @@
 """Grouped products of 16-bit floats on Hopper, in Pallas Mosaic GPU: rows of groups times their group's weights.
 
-    grouped   products and their gradients, as `jmx.xla.grouped_dot` calls them: start here
+    backend   the backend, by whose products layers are computed: start here
     product   the kernel that multiplies rows with weights, or with transposed ones
+    fitted    the same for groups of many rows, with results in 16 bits
     outer     the kernel of the weights' gradients: the sums of rows times rows over each group
     blocks    groups of rows as blocks, which begin where TMA can read
     tile      a warpgroup's tile: its products, and how it is stored

@@ -1,12 +1,16 @@
-"""Groups of rows as blocks of at most `block_m` rows that begin where TMA can read: at a multiple of 8 rows."""
+"""Groups of rows as blocks that begin where TMA can read, at a multiple of 8 rows; and the order of work items."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmx.util.typing import Array, Int32
 
+FITTED = 16  # rows, of which blocks that are fitted to their group have a multiple
 ROW_ALIGNMENT = 8  # rows of a swizzled tile in shared memory
 
 
@@ -51,15 +55,56 @@ class RowBlocks(NamedTuple):
     @classmethod
     def of(cls, every: Groups, num_rows: int, block_m: int) -> "RowBlocks":
         """Blocks of all groups, of at most `num_rows` rows together."""
-        needed = jnp.where(every.ends > every.starts, -(-(every.ends - every.aligned) // block_m), 0)
+        return cls._of(every, num_rows, block_m, lambda rows, number: jnp.full_like(rows, block_m))
+
+    @classmethod
+    def fitted(cls, every: Groups, num_rows: int, most: int) -> "RowBlocks":
+        """Blocks of at most `most` rows, a multiple of 16. Those of a group have as many rows each, a multiple of 16,
+        but the last one, which has what is left."""
+
+        def size(rows: Any, number: Any) -> Any:
+            return -(-rows // (FITTED * jnp.maximum(number, 1))) * FITTED
+
+        return cls._of(every, num_rows, most, size)
+
+    @classmethod
+    def _of(cls, every: Groups, num_rows: int, most: int, size: Callable[[Any, Any], Any]) -> "RowBlocks":
+        """`size`: from each group's rows, from where they are read, and its number of blocks, to rows of a block."""
+        rows = every.ends - every.aligned
+        needed = jnp.where(every.ends > every.starts, -(-rows // most), 0)
+        sizes = size(rows, needed)
         ends = _sums(needed)
-        index = jnp.arange(max_blocks(num_rows, every.starts.size, block_m), dtype=jnp.int32)
+        index = jnp.arange(max_blocks(num_rows, every.starts.size, most), dtype=jnp.int32)
         group = (ends <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
         group = jnp.minimum(group, every.starts.size - 1)
-        first = every.aligned[group] + (index - (ends - needed)[group]) * block_m
-        last = jnp.minimum(first + block_m, every.ends[group])
+        first = every.aligned[group] + (index - (ends - needed)[group]) * sizes[group]
+        last = jnp.minimum(first + sizes[group], every.ends[group])
         rows = Groups(first, jnp.maximum(first, every.starts[group]), last)
         return cls(group, rows, jnp.broadcast_to(ends[-1], index.shape))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of work items.
+
+    Args:
+        column_blocks: of the result.
+        section: column blocks of a section, of which the last one may have fewer.
+    """
+
+    column_blocks: int
+    section: int
+
+    def num_items(self, num_blocks: Any) -> Any:
+        return num_blocks * self.column_blocks
+
+    def position(self, item: Any, num_blocks: Any) -> tuple[Any, Any]:
+        """An item's block of rows and block of columns: sections vary slowest, then blocks of rows."""
+        size = self.section * num_blocks
+        section = lax.div(item, size)
+        item = item - section * size
+        columns = jnp.minimum(self.section, self.column_blocks - section * self.section)
+        return lax.div(item, columns), section * self.section + lax.rem(item, columns)
 
 
 def _sums(values: Int32[Array, " E"]) -> Int32[Array, " E"]:

@@ -11,7 +11,7 @@ Items of one group follow each other, so its rows stay in L2. Groups without row
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
 from jmx.pallas.float_sm90.config import Config, Launch
-from jmx.pallas.float_sm90.product import SharedMemory
-from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, keep_rows, store
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, buffers, keep_rows, send, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -42,6 +41,7 @@ def outer(d: Float[Array, "R N"], rows: Float[Array, "R K"], groups: Groups, its
         groups: the rows of each group, which may have rows of no group between them.
     """
     config, num_cores = its.config, its.num_cores
+    assert isinstance(config, Config)
     shape = groups.starts.size, d.shape[1], rows.shape[1]
 
     def body(d: Ref, rows: Ref, groups: Groups, out: Ref, *, shared: SharedMemory) -> None:
@@ -52,19 +52,37 @@ def outer(d: Float[Array, "R N"], rows: Float[Array, "R K"], groups: Groups, its
         specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_rows, kernel.copy_d)
 
     outputs = [jax.ShapeDtypeStruct(shape, its.dtype)]
-    kernel = persistent_kernel(body, "float_outer", config, num_cores, outputs, _shared_memory(config, rows.dtype))
+    kernel = persistent_kernel(
+        body, "float_outer", config, num_cores, outputs, SharedMemory.of(config, rows.dtype, its.dtype)
+    )
     return launch(kernel, d, rows, groups)[0]
 
 
-def _shared_memory(config: Config, dtype: Any) -> SharedMemory:
-    """`rows` are those of d, one below the other for each warpgroup; `weights` the other rows."""
-    stages = config.num_stages
-    return SharedMemory(
-        plgpu.SMEM((stages, config.warpgroups_m, TILE, TILE), dtype, transforms=SWIZZLED),
-        plgpu.SMEM((stages, TILE, config.block_n), dtype, transforms=SWIZZLED),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=1 + config.warpgroups_m),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
-    )
+class SharedMemory(NamedTuple):
+    """Shared memory of a CTA: types, or references.
+
+    Args:
+        d, rows: of all stages; d's for each warpgroup.
+        results: see `tile.buffers`.
+        full_barriers, empty_barriers: of the pipeline.
+    """
+
+    d: Ref
+    rows: Ref
+    results: Ref
+    full_barriers: Ref
+    empty_barriers: Ref
+
+    @classmethod
+    def of(cls, config: Config, dtype: Any, result: Any) -> "SharedMemory":
+        stages = config.num_stages
+        return cls(
+            plgpu.SMEM((stages, config.warpgroups_m, TILE, TILE), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages, TILE, config.block_n), dtype, transforms=SWIZZLED),
+            buffers(config, result),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=1 + config.warpgroups_m),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,7 @@ class _Kernel:
 
     @property
     def pipeline(self) -> Pipeline:
-        return self.shared.pipeline(self.config)
+        return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
 
     def position(self, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """An item's group and its tile along both axes of the result."""
@@ -123,7 +141,7 @@ class _Kernel:
             del n
             for wm in range(self.config.warpgroups_m):
                 columns = pl.ds(m * self.config.block_m + wm * TILE, TILE)
-                buffer = self.shared.rows.at[slot, wm, pl.ds(0, width)]
+                buffer = self.shared.d.at[slot, wm, pl.ds(0, width)]
                 self.pipeline.copy(self.d.at[pl.ds(first, width), columns], buffer, slot)
 
         self._produce(copy)
@@ -134,14 +152,14 @@ class _Kernel:
         def copy(first: Any, width: int, m: Scalar, n: Scalar, slot: Scalar) -> None:
             del m
             columns = pl.ds(n * self.config.block_n, self.config.block_n)
-            buffer = self.shared.weights.at[slot, pl.ds(0, width)]
+            buffer = self.shared.rows.at[slot, pl.ds(0, width)]
             self.pipeline.copy(self.rows.at[pl.ds(first, width), columns], buffer, slot)
 
         self._produce(copy)
 
     def consume(self, warpgroup: Scalar) -> None:
         """Computes the tiles of a consumer warpgroup."""
-        config, rows = self.config, self.out.shape[1]
+        config = self.config
 
         def item(turn: Scalar, slot: Scalar) -> Scalar:
             group, m, n = self.position(turn)
@@ -149,12 +167,28 @@ class _Kernel:
             acc = pl.run_scoped(
                 partial(self._sum, warpgroup, group, count, slot), Accumulator((TILE, config.block_n), jnp.float32)
             )
-            before = group * rows
-            first = before + m * config.block_m + warpgroup * TILE
-            store(self.out, acc, first, (before, before + rows), n * config.block_n, self.out.shape[2])
+            self._store(acc, warpgroup, group, m * config.block_m + warpgroup * TILE, n * config.block_n)
             return lax.rem(slot + count, config.num_stages)
 
         lax.fori_loop(0, self.share.num_items, item, jnp.int32(0))
+        if config.staged:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _store(self, acc: Array, warpgroup: Scalar, group: Scalar, row: Scalar, column: Scalar) -> None:
+        """Writes a tile of a group's result; what is past its end is left out."""
+        _, rows, columns = self.out.shape
+        if not self.config.staged:
+            before = group * rows
+            store(self.out, acc, before + row, (before, before + rows), column, columns)
+            return
+
+        def copy(buffer: Ref, first: int) -> None:
+            @pl.when((row < rows) & (column + first < columns))
+            def _() -> None:
+                place = pl.ds(row, TILE), pl.ds(column + first, buffer.shape[1])
+                plgpu.copy_smem_to_gmem(buffer, self.out.at[(group, *place)], commit_group=False)
+
+        send(self.shared.results.at[warpgroup], acc, copy)
 
     def _sum(self, warpgroup: Scalar, group: Scalar, count: Scalar, slot: Scalar, acc: Ref) -> Array:
         """The sum of a work item's products. A stage is released when the product after it has begun."""
@@ -164,7 +198,7 @@ class _Kernel:
         def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
             slot, before = slots
             pipeline.wait(slot)
-            d, rows = shared.rows.at[slot, warpgroup], shared.weights.at[slot]
+            d, rows = shared.d.at[slot, warpgroup], shared.rows.at[slot]
             first = aligned + step * TILE
             inside = start - first, end - first
 

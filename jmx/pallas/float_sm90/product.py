@@ -20,8 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks
-from jmx.pallas.float_sm90.config import Config, Launch
+from jmx.pallas.float_sm90 import fitted
+from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks, Schedule
+from jmx.pallas.float_sm90.config import Config, FittedConfig, Launch
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
@@ -47,8 +48,11 @@ def product(
     Args:
         rows: of 16-bit floats, R a multiple of 8.
         weights: of the same dtype, N and K multiples of 64; those of the E groups from `first` on.
-        groups: the rows of each group. Results of rows of no group are undefined.
+        groups: the rows of each group. Results of rows of no group are undefined. With a `FittedConfig` each group
+            begins at a multiple of 8.
     """
+    if isinstance(its.config, FittedConfig):
+        return fitted.product(rows, weights, groups, its, transposed=transposed, first=first)
     config, num_cores = its.config, its.num_cores
     num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
     blocks = RowBlocks.of(groups, num_rows, config.block_m)
@@ -96,30 +100,6 @@ class SharedMemory(NamedTuple):
 
     def pipeline(self, config: Config) -> Pipeline:
         return Pipeline(self.full_barriers, self.empty_barriers, config.num_stages)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The order of work items.
-
-    Args:
-        column_blocks: of the result.
-        section: column blocks of a section, of which the last one may have fewer.
-    """
-
-    column_blocks: int
-    section: int
-
-    def num_items(self, num_blocks: Any) -> Any:
-        return num_blocks * self.column_blocks
-
-    def position(self, item: Any, num_blocks: Any) -> tuple[Any, Any]:
-        """An item's block of rows and block of columns: sections vary slowest, then blocks of rows."""
-        size = self.section * num_blocks
-        section = lax.div(item, size)
-        item = item - section * size
-        columns = jnp.minimum(self.section, self.column_blocks - section * self.section)
-        return lax.div(item, columns), section * self.section + lax.rem(item, columns)
 
 
 @dataclass(frozen=True)

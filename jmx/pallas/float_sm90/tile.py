@@ -5,13 +5,15 @@ pieces of 16 or 32. Threads that have the same row first exchange columns: each 
 them 64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jmx.pallas.float_sm90.config import BUFFERS, ROW_BYTES, Config
 from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.mlir import constant, utils
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
@@ -67,6 +69,34 @@ def store(
                 utils.inline_ptx(text, address, *words, there, has_side_effects=True)
 
     body(out, acc, first, *bounds, column)
+
+
+def buffers(config: Config, dtype: Any) -> Any:
+    """The type of the buffers of results of all warpgroups, which `send` writes; None if results are not staged."""
+    if not config.staged:
+        return None
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
+    transforms: Any = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM((config.num_warpgroups, BUFFERS, TILE, columns), dtype, transforms=transforms)
+
+
+def send(results: Ref, acc: Float32[Array, "64 n"], copy: Callable[[Ref, int], None]) -> None:
+    """Writes a tile to shared memory, some columns at a time, from where `copy` copies these to global memory.
+
+    Copies are in flight when this returns: `plgpu.wait_smem_to_gmem` waits for them.
+
+    Args:
+        results: the buffers of a warpgroup.
+        copy: takes a buffer, and the first of its columns in the tile; it commits no group.
+    """
+    number, _, width = results.shape
+    for nth, column in enumerate(range(0, acc.shape[1], width)):
+        buffer = results.at[nth % number]
+        plgpu.wait_smem_to_gmem(number - 1, wait_read_only=True)
+        buffer[...] = acc[:, column : column + width].astype(buffer.dtype)
+        plgpu.commit_smem()
+        copy(buffer, column)
+        plgpu.commit_smem_to_gmem_group()
 
 
 def _times(value: ir.Value, factor: int) -> ir.Value:
@@ -148,3 +178,46 @@ def keep_rows(buffers: Sequence[Ref], start: Scalar, end: Scalar) -> None:
         utils.warpgroup_barrier()
 
     body([*buffers], start, end)
+
+
+def transpose(buffer: Ref, sums: Float32[Array, "m n"], column: int, row: int, count: int) -> None:
+    """Writes a part of sums, whose rows are columns of the result, to the first rows of a buffer (rows, 64).
+
+    Args:
+        buffer: in shared memory, of 16-bit floats, with transforms `SWIZZLED`.
+        column, row: of the result, the first ones of the part, which has 64 columns.
+        count: of its rows, a multiple of 8.
+    """
+
+    @operation(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
+    def body(_: Any, buffer: ir.Value, sums: Fragment) -> None:
+        element = ir.MemRefType(buffer.type).element_type
+        held = sums.registers.reshape(sums.shape[0] // TILE, -1, 2)[column // TILE, row // 8 : (row + count) // 8]
+        base = llvm.ptrtoint(mlir.i32(), utils.memref_ptr(buffer))
+        thread = mlir.thread_index()
+        lane = arith.remui(thread, constant(32))
+        # A thread gives the address of a row of 8 columns: of the lower or upper 8 of its warp's 16, and of one of two
+        # groups of 8 rows.
+        inside = arith.remui(lane, constant(8))
+        upper = arith.remui(arith.divui(lane, constant(8)), constant(2))
+        second = arith.divui(lane, constant(16))
+        chunk = arith.addi(_times(arith.divui(thread, constant(32)), 2), upper)
+        chunk = arith.xori(chunk, inside)
+        at = arith.addi(_times(arith.addi(_times(second, 8), inside), _ROW_BYTES), _times(chunk, _CHUNK))
+        at = arith.addi(base, at)
+        for eight in range(0, count // 8, 2):
+            two = held[eight : eight + 2]
+            kind = "bf16" if element == ir.BF16Type.get() else "f16"
+            halves = [llvm.extractelement(pair, constant(i)) for pair in two.flat for i in range(2)]
+            names = [f"w{i}" for i in range(two.size)]
+            packed = " ".join(
+                f"cvt.rn.{kind}x2.f32 {name}, ${2 + 2 * i}, ${1 + 2 * i};" for i, name in enumerate(names)
+            )
+            joined = ", ".join(names)
+            text = (
+                f"{{ .reg .b32 {joined}; {packed} stmatrix.sync.aligned.m8n8.x{len(names)}.trans.shared.b16 "
+                f"[$0 + {eight * 8 * _ROW_BYTES}], {{{joined}}}; }}"
+            )
+            utils.inline_ptx(text, at, *halves, has_side_effects=True)
+
+    body(buffer, sums)
