@@ -137,15 +137,15 @@ def test_it_has_the_bits_of_the_definition(name, dtype, placed, rng):
     x = jnp.asarray(x, jnp.float32).astype(dtype)
     row_of = rng.permutation(3 * num_rows).astype(np.int32).reshape(num_rows, 3)
     row_of[::5, 1] = -1
-    places = {"row_of": row_of, "num_rows": 3 * num_rows} if placed else {}
     for static in [0.01, 2.0**-60, 7.0] if format.static else [None]:
         scale = None if static is None else jnp.float32(static)
         wanted = jax.jit(round_rows, static_argnums=1)(x[:, :columns], format, scale)
 
-        def kernel(x, scale, format=format, places=places):
-            return by_kernel.round_rows(x, format, scale, columns=columns, width=width, **places)
+        def kernel(x, scale, row_of):
+            rows = None if row_of is None else 3 * num_rows
+            return by_kernel.round_rows(x, format, scale, columns=columns, width=width, row_of=row_of, num_rows=rows)
 
-        found = jax.jit(kernel)(x, scale)
+        found = jax.jit(kernel)(x, scale, jnp.asarray(row_of) if placed else None)
         at, of = np.arange(num_rows), np.arange(num_rows)
         if placed:
             at, of = row_of[row_of >= 0], np.nonzero(row_of >= 0)[0]
