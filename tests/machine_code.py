@@ -132,10 +132,10 @@ ATTENTION = {  # functions of what is static, and arrays
         partial(flash_decode_latent, rank=512, scale=0.1, core_count=132),
         *(array(2, 20, 576), array(2, 1024, 576), POSITIONS),
     ),
-    "attention-prefill": (partial(flash_prefill, window=None), PROMPT, KEYS, KEYS, SINKS),
-    "attention-prefill-window": (partial(flash_prefill, window=300), PROMPT, KEYS, KEYS, SINKS),
+    "attention-prefill": (partial(flash_prefill, window=None, core_count=8), PROMPT, KEYS, KEYS, SINKS),
+    "attention-prefill-window": (partial(flash_prefill, window=300, core_count=8), PROMPT, KEYS, KEYS, SINKS),
     "attention-prefill-192": (
-        partial(flash_prefill, window=None),
+        partial(flash_prefill, window=None, core_count=8),
         *(array(1, 256, 8, 192), array(1, 256, 8, 192), array(1, 256, 8, 128), array(8, dtype=jnp.float32)),
     ),
     "attention-prefill-pages": (

@@ -18,6 +18,7 @@ from jmx.models.attention.functions import attend, flash_attention
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
+from jmx.pallas.attention.schedule import plan
 from jmx.pallas.attention.softmax import RunningSoftmax
 from jmx.selection.environment import Environment
 
@@ -44,13 +45,19 @@ def plain(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array
 
 
 def check_prompt(
-    rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None, batch: int = 2
+    rng: np.random.Generator,
+    length: int,
+    group: int,
+    sizes: tuple[int, int],
+    window: int | None,
+    batch: int = 2,
+    cores: int | None = CORES,
 ) -> None:
     """Both kernels for keys and values of heads on one problem, the one for a token at two positions."""
     query, keys, values = qkv(rng, batch, length, group, *sizes)
     sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
     expected = plain(query, keys, values, sinks, window, 0.1)
-    assert relative_error(flash_prefill(query, keys, values, sinks, window, 0.1), expected) <= TOLERANCE
+    assert relative_error(flash_prefill(query, keys, values, sinks, window, 0.1, cores), expected) <= TOLERANCE
     if sizes[0] == sizes[1]:
         expected = plain(query, keys, values, sinks, window)
         held, rows = jnp.stack([keys, values]).swapaxes(2, 3), np.arange(batch)
@@ -77,6 +84,18 @@ def check_latent(
         assert relative_error(got[row], expected[row]) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("ctas", "heads", "blocks", "most"),
+    [(132, 64, 32, 32), (132, 64, 32, 2), (132, 37, 8, 8), (7, 5, 9, 4), (45, 5, 9, 9)],
+)
+def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(ctas: int, heads: int, blocks: int, most: int) -> None:
+    counts, *turns = plan(ctas, heads, blocks, most)
+    taken = [[turn[cta] for turn in turns[:count]] for cta, count in enumerate(counts)]
+    assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
+    steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
+    assert max(steps) - min(steps) <= most + 1
+
+
 # Interpreted
 
 
@@ -84,11 +103,13 @@ def check_latent(
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs kernels on a CPU, where memory begins as NaN and races are found.
 
-    jax's interpreter has no product whose first operand is in registers.
+    jax's interpreter has no product whose first operand is in registers. The plain one that stands in for it reads
+    values as no product of tensor cores does, so that a fence has to follow before they are overwritten.
     """
 
     def add_values(softmax: RunningSoftmax, weights: jax.Array, values: Any) -> RunningSoftmax:
         product = jnp.dot(weights.astype(values.dtype), values[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
         return softmax._replace(gathered=softmax.gathered + product)
 
     monkeypatch.setattr(RunningSoftmax, "add_values", add_values)
@@ -99,13 +120,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("length", "group", "sizes", "window"),
+    ("length", "group", "sizes", "window", "cores"),
     [
-        (256, 1, (192, 128), None),
-        (256, 4, (64, 64), 100),
-        (128, 3, (80, 80), None),
-        (128, 8, (128, 128), 1),
-        (128, 1, (96, 96), 200),
+        (256, 1, (192, 128), None, None),
+        (256, 4, (64, 64), 100, 3),
+        (384, 1, (64, 64), 129, 4),
+        (128, 3, (80, 80), None, 2),
+        (128, 8, (128, 128), 1, 12),
+        (128, 1, (96, 96), 200, 1),
+        (384, 1, (128, 128), None, 2),
+        (640, 1, (64, 64), 300, 2),
     ],
 )
 def test_interpreted_kernels_attend_as_the_plain_code_does(
@@ -115,9 +139,10 @@ def test_interpreted_kernels_attend_as_the_plain_code_does(
     group: int,
     sizes: tuple[int, int],
     window: int | None,
+    cores: int | None,
 ) -> None:
     with interpreted(monkeypatch):
-        check_prompt(rng, length, group, sizes, window, batch=1)
+        check_prompt(rng, length, group, sizes, window, batch=1, cores=cores)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -153,6 +178,7 @@ def poisoned() -> None:
         (640, 4, (128, 128)),  # Mixtral's
         (384, 1, (128, 128)),
         (384, 3, (96, 96)),
+        (384, 12, (128, 128)),  # GLM-4.5's
         (384, 2, (80, 80)),
         (384, 1, (192, 128)),  # DeepSeek-V2's
         (1024, 1, (192, 128)),
@@ -245,7 +271,8 @@ def test_the_kernel_of_prompts_compiles_for_an_h200(
     shape, (dim, value_dim), batch = jax.ShapeDtypeStruct, sizes, (1, 8192)
     query, keys = shape((*batch, heads, dim), BF16), shape((*batch, kv_heads, dim), BF16)
     values, sinks = shape((*batch, kv_heads, value_dim), BF16), shape((heads,), jnp.float32)
-    compiled(capfd, partial(flash_prefill, window=window), query, keys, values, sinks, largest_temporary=1e6)
+    kernel = partial(flash_prefill, window=window, core_count=CORES)
+    compiled(capfd, kernel, query, keys, values, sinks, largest_temporary=1e6)
 
 
 @pytest.mark.aot

@@ -46,7 +46,7 @@ def pages_of_rows(query: Any, pages: Any, sinks: Any, positions: Any, tables: An
         (
             partial(flash_decode, window=300),
             (STEP, CACHE, SINKS, POSITIONS),
-            "flash_decode_group8_dim64_splits4_window300",
+            "flash_decode_group8_dim64_splits3_window300",
             {*OF_STEP, "load"},
         ),
         (
@@ -62,9 +62,9 @@ def pages_of_rows(query: Any, pages: Any, sinks: Any, positions: Any, tables: An
             {*OF_STEP, "producer", "acquire", "consumer"},
         ),
         (
-            partial(flash_prefill, window=100),
+            partial(flash_prefill, window=100, core_count=8),
             (PROMPT, KEYS, KEYS, SINKS),
-            "flash_prefill_group8_dim64_value_dim64_stages4_window100",
+            "flash_prefill_group8_dim64_value_dim64_stages4_window100_persistent",
             {*OF_STEP, "producer", "acquire", "consumer", "take_turns"},
         ),
         (

@@ -113,7 +113,7 @@ def _step_reason(case: Case, keys: int) -> str | None:
 
 
 def _decode_reason(case: Case, environment: jmx.Environment) -> str | None:
-    if reason := _step_reason(case, decode.KEYS):
+    if reason := _step_reason(case, decode.PAGE):
         return reason
     if case.key_dim != case.value_dim:
         return f"`value_dim` (={case.value_dim}) must be `key_dim` (={case.key_dim})"

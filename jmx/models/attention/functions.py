@@ -97,7 +97,8 @@ def flash_attention(
     query: Array, keys: Array, values: Array, sinks: Array, window: int | None, scale: float | None
 ) -> Array:
     """`prefill.flash_prefill`, with the gradients of `attend`. T is a multiple of `prefill.BLOCK`."""
-    return prefill.flash_prefill(query, keys, values, sinks, window, scale)
+    core_count = jmx.Environment.probe(query).core_count
+    return prefill.flash_prefill(query, keys, values, sinks, window, scale, core_count)
 
 
 def _flash_forward(

@@ -41,7 +41,7 @@ def attend_pages(query: jax.Array, layer: PagedLayer, sinks: jax.Array | None, w
 def _takes_kernel(query: jax.Array, layer: PagedLayer, tables: jax.Array, window: int | None) -> bool:
     """Whether a kernel of `jmx.pallas.attention` takes groups of one token, or of a page of them."""
     _, length, heads, dim = query.shape
-    if layer.page != decode.KEYS or layer.pages.shape[-1] != dim:
+    if layer.page != decode.PAGE or layer.pages.shape[-1] != dim:
         return False
     kind = "step" if length == 1 else "prompt"
     keys = layer.page * tables.shape[1] if length == 1 else length

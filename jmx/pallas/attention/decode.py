@@ -16,13 +16,15 @@ from jax import lax
 from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitResults, shared_memory, token_scores
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
-from jmx.util.typing import Array, Float, Float32, Int32, Shaped
+from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
-KEYS = 128  # of one step
+PAGE = 128  # positions by which capacities are divided: those of a page
+KEYS = 64  # of one step, or twice as many where these are all
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
-SPLITS = 8  # CTAs that share a long row's keys, at most
-CTAS = 512  # two run on each SM at a time; where a call has so many, splitting keys further only adds results to sum
+UNSPLIT = 256  # keys that one CTA takes in any case: splitting so few would only add results to sum
+SPLITS = 16  # CTAs that share a long row's keys, at most, of two blocks each at least
+CTAS = 264  # two on each SM run at a time; where a call has so many, splitting keys further only adds results to sum
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 
 
@@ -42,13 +44,13 @@ def flash_decode(
     """Attention of one token a row over positions 0 to its own.
 
     Args:
-        query: bfloat16 or float16 (B, heads, D), rotated; heads to a key head, and D, as in `fits`. Heads that are not
-            a multiple of `TILE` to a key head are padded with zeros.
-        cache: (2, B, kv_heads, C, D), keys and values of the same dtype, the token's own included; C by `KEYS`.
+        query: bfloat16 or float16 (B, heads, D), rotated; heads to a key head, and D, as in `fits`. Heads that are more
+            than `TILE` to a key head, and not a multiple of it, are padded with zeros.
+        cache: (2, B, kv_heads, C, D), keys and values of the same dtype, the token's own included; C by `PAGE`.
         sinks: float32 (heads,), one more logit a head, without a value.
         positions: int32 (B,), each token's own.
         window: how many positions it sees, its own included; None for all.
-        tables: int32 (B, N), of a cache in pages of `KEYS` tokens, (2, pages, kv_heads, KEYS, D): the pages of each
+        tables: int32 (B, N), of a cache in pages of `PAGE` tokens, (2, pages, kv_heads, PAGE, D): the pages of each
             row. None: the cache has a row for each of the query.
 
     Returns:
@@ -56,53 +58,50 @@ def flash_decode(
     """
     batch, heads, dim = query.shape
     _, num_rows, kv_heads, length, _ = cache.shape
-    capacity = length if tables is None else KEYS * tables.shape[1]
+    capacity = length if tables is None else PAGE * tables.shape[1]
     blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
-    # Keys and values that fit in the pipeline are under way at once: splitting them would only add results to sum.
-    splits = 1 if blocks <= STAGES else max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
-    group = heads // kv_heads
-    padded_group = -(-group // TILE) * TILE
-    call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
-    padded, padded_sinks = _padded(query, call), _padded(sinks[None, :, None], call)[0, :, 0]
-    whole = jax.ShapeDtypeStruct(padded.shape, query.dtype)
+    splits = _splits(blocks, batch * kv_heads)
+    keys = 2 * KEYS if window is None and blocks <= 2 * splits else KEYS  # all keys of a CTA in one step
+    call = _Call(num_rows, heads // kv_heads, kv_heads, length, dim, keys, splits, window)
+    by_head = query.reshape(batch, kv_heads, call.group, dim)
+    whole = jax.ShapeDtypeStruct((batch, kv_heads, call.stored, dim), query.dtype)
+    padded = by_head if call.stored == call.group else jnp.pad(by_head, _end(2, call.stored - call.group))
 
     kernel = plgpu.kernel(
         partial(_attend_split, call),
-        out_type=[whole if splits == 1 else SplitResults.shapes(splits, batch, padded.shape[1], dim)],
+        out_type=[whole if splits == 1 else _split_results(call, batch)],
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
         kernel_name=kernel_name(
-            "flash_decode", group=padded_group, dim=dim, splits=splits, window=window, pages=tables is not None
+            "flash_decode", group=call.group, dim=dim, splits=splits, window=window, pages=tables is not None
         ),
-        scratch_types={"shared": _Shared.types(dim, query.dtype)},
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types={"shared": _Shared.types(call, query.dtype)},
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # rows are in a warp each
     )
-    operands = _Operands(padded, cache.reshape(-1, dim), padded_sinks, positions, tables)
+    operands = _Operands(padded, cache.reshape(-1, dim), sinks, positions, tables)
     (results,) = launch(kernel, operands)
-    if splits == 1:
-        return _without_padding(results[None], kv_heads, group)[0]
-    results = SplitResults(*(_without_padding(part, kv_heads, group) for part in results))
-    return _combine(results, sinks).astype(query.dtype)
+    if splits > 1:
+        results = _combine(results, sinks.reshape(kv_heads, call.group)).astype(query.dtype)
+    return results[:, :, : call.group].reshape(query.shape)
 
 
-def _padded(by_head: Shaped[Array, "B heads D"], call: "_Call") -> Shaped[Array, "B padded D"]:
-    """With zeros after each group of query heads."""
-    batch, heads, dim = by_head.shape
-    missing = call.group - heads // call.kv_heads
-    if missing == 0:
-        return by_head
-    by_kv_head = by_head.reshape(batch, call.kv_heads, -1, dim)
-    return jnp.pad(by_kv_head, ((0, 0), (0, 0), (0, missing), (0, 0))).reshape(batch, -1, dim)
+def _splits(blocks: int, units: int) -> int:
+    """CTAs that share a row's `blocks` of `KEYS` keys, of so many `units`: rows times key heads."""
+    if blocks * KEYS <= UNSPLIT:
+        return 1
+    return max(1, min(SPLITS, blocks // 2, CTAS // units))
 
 
-def _without_padding(
-    part: Shaped[Array, "splits B padded *rest"], kv_heads: int, group: int
-) -> Shaped[Array, "splits B heads *rest"]:
-    """The results without those of padded heads."""
-    if part.shape[2] == kv_heads * group:
-        return part
-    by_kv_head = part.reshape(*part.shape[:2], kv_heads, -1, *part.shape[3:])
-    return by_kv_head[:, :, :, :group].reshape(*part.shape[:2], kv_heads * group, *part.shape[3:])
+def _end(axis: int, count: int) -> list[tuple[int, int]]:
+    """`jnp.pad`'s widths for `count` elements at the end of an axis of four."""
+    return [(0, count if its == axis else 0) for its in range(4)]
+
+
+def _split_results(call: "_Call", batch: int) -> SplitResults:
+    """float32 (splits, B, kv_heads, stored, D), and peaks and totals (splits, B, kv_heads, tiles' rows)."""
+    by_head = call.splits, batch, call.kv_heads
+    peaks = jax.ShapeDtypeStruct((*by_head, call.rows), jnp.float32)  # TMA copies multiples of 16 bytes
+    return SplitResults(jax.ShapeDtypeStruct((*by_head, call.stored, call.dim), jnp.float32), peaks, peaks)
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,9 @@ class _Call:
 
     Args:
         num_rows: of the cache, or its pages.
-        group: query heads to a key head, with padding.
+        group: query heads to a key head.
         length: tokens of a row of the cache, or of a page.
+        keys: of one step.
     """
 
     num_rows: int
@@ -120,8 +120,19 @@ class _Call:
     kv_heads: int
     length: int
     dim: int
+    keys: int
     splits: int
     window: int | None
+
+    @property
+    def rows(self) -> int:
+        """Of shared memory's tiles that have a group's queries."""
+        return -(-self.group // TILE) * TILE
+
+    @property
+    def stored(self) -> int:
+        """Rows of a group's queries in global memory. TMA copies a tile or part of one, or several whole ones."""
+        return self.group if self.group < TILE else self.rows
 
 
 class _Operands(NamedTuple):
@@ -138,30 +149,46 @@ class _Shared(NamedTuple):
     """The shared memory of a CTA, and its barriers: types, or references. Keys and values are by stage."""
 
     rows: Ref
-    keys: Ref
-    values: Ref
-    gathered: Ref
-    peak_and_total: Ref
-    sinks: Ref
+    keys_and_values_or_results: Ref
     rows_full: Ref
-    sinks_full: Ref
     keys_full: Ref
     values_full: Ref
 
     @classmethod
-    def types(cls, dim: int, dtype: jax.typing.DTypeLike) -> "_Shared":
+    def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
         return cls(
-            rows=shared_memory(ROWS, dim, dtype=dtype),
-            keys=shared_memory(STAGES, KEYS, dim, dtype=dtype),
-            values=shared_memory(STAGES, KEYS, dim, dtype=dtype),
-            gathered=shared_memory(ROWS, dim, dtype=jnp.float32),
-            peak_and_total=plgpu.SMEM((2, ROWS), jnp.float32),
-            sinks=plgpu.SMEM((ROWS,), jnp.float32),
+            rows=shared_memory(ROWS, call.dim, dtype=dtype),
+            keys_and_values_or_results=plgpu.RefUnion(
+                [
+                    shared_memory(STAGES, call.keys, call.dim, dtype=dtype),
+                    shared_memory(STAGES, call.keys, call.dim, dtype=dtype),
+                ],
+                [shared_memory(ROWS, call.dim, dtype=jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32)],
+            ),
             rows_full=plgpu.Barrier(),
-            sinks_full=plgpu.Barrier(),
             keys_full=plgpu.Barrier(num_barriers=STAGES),
             values_full=plgpu.Barrier(num_barriers=STAGES),
         )
+
+    @property
+    def keys(self) -> Ref:
+        (keys, _), _ = self.keys_and_values_or_results
+        return keys
+
+    @property
+    def values(self) -> Ref:
+        (_, values), _ = self.keys_and_values_or_results
+        return values
+
+    @property
+    def gathered(self) -> Ref:
+        _, (gathered, _) = self.keys_and_values_or_results
+        return gathered
+
+    @property
+    def peak_and_total(self) -> Ref:
+        _, (_, peak_and_total) = self.keys_and_values_or_results
+        return peak_and_total
 
 
 class _Split(NamedTuple):
@@ -185,13 +212,13 @@ class _Split(NamedTuple):
     def of_cta(cls, call: _Call, positions: Ref) -> "_Split":
         split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
         position, window = positions[row], call.window
-        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), KEYS)
-        blocks = lax.div(position, KEYS) + 1 - first
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), call.keys)
+        blocks = lax.div(position, call.keys) + 1 - first
         return cls(split, kv_head, row, position, first, lax.div(blocks - split + call.splits - 1, call.splits))
 
     def start(self, call: _Call, step: jax.Array) -> jax.Array:
         """The position at which a step's keys begin."""
-        return (self.first + self.split + step * call.splits) * KEYS
+        return (self.first + self.split + step * call.splits) * call.keys
 
 
 def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Shared) -> None:
@@ -200,20 +227,18 @@ def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Sh
     `results` are `SplitResults`; or if there is one split, the softmax with the sinks in it, like the query.
     """
     split = _Split.of_cta(call, operands.positions)
-    heads = pl.ds(split.kv_head * call.group, call.group)
+    # TMA reads zeros for rows beyond those of a group, and does not write them; a constant start would be an error.
+    used, ours = pl.ds(0, call.rows), pl.ds(split.split * 0, call.rows)
     with jax.named_scope("prologue"):
-        used = pl.ds(0, call.group)
-        plgpu.copy_gmem_to_smem(operands.query.at[split.row, heads], shared.rows.at[used], shared.rows_full)
-        if call.splits == 1:
-            plgpu.copy_gmem_to_smem(operands.sinks.at[heads], shared.sinks.at[used], shared.sinks_full)
+        its = operands.query.at[split.row, split.kv_head, ours]
+        plgpu.copy_gmem_to_smem(its, shared.rows.at[used], shared.rows_full)
         for step in range(STAGES):
             pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, shared, jnp.int32(step)))
         plgpu.barrier_wait(shared.rows_full)
     none = RunningSoftmax.begin(ROWS, call.dim)
     if call.splits == 1:
-        plgpu.barrier_wait(shared.sinks_full)
-        sinks = plgpu.load(shared.sinks, layout=plgpu.Layout.WGMMA.reduce(1))
-        none = RunningSoftmax(none.gathered, sinks * TO_BITS, jnp.ones_like(none.total))
+        peaks = _sinks_by_row(call, operands.sinks, split.kv_head) * TO_BITS
+        none = RunningSoftmax(none.gathered, peaks, jnp.ones_like(none.total))
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, shared, step, softmax)
@@ -227,18 +252,30 @@ def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Sh
                 softmax.gathered / lax.broadcast_in_dim(softmax.total, softmax.gathered.shape, [0])
             ).astype(shared.rows.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(shared.rows.at[used], results.at[split.row, heads])
+            plgpu.copy_smem_to_gmem(shared.rows.at[used], results.at[split.row, split.kv_head, ours])
             plgpu.wait_smem_to_gmem(0)
             return
         shared.gathered[...] = softmax.gathered
         shared.peak_and_total[0] = softmax.peak
         shared.peak_and_total[1] = softmax.total
         plgpu.commit_smem()
-        place = split.split, split.row, heads
+        place = split.split, split.row, split.kv_head, ours
         plgpu.copy_smem_to_gmem(shared.gathered.at[used], results.gathered.at[place])
         plgpu.copy_smem_to_gmem(shared.peak_and_total.at[0, used], results.peaks.at[place])
         plgpu.copy_smem_to_gmem(shared.peak_and_total.at[1, used], results.totals.at[place])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _sinks_by_row(call: _Call, sinks: Ref, kv_head: jax.Array) -> jax.Array:
+    """float32 (ROWS,), the sinks of a key head's queries, and 0 in rows that have none.
+
+    By selects, since a buffer in shared memory would leave too little for two CTAs on an SM.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    found = jnp.zeros((ROWS,), jnp.float32)
+    for number in range(call.group):
+        found = jnp.where(row == number, sinks[kv_head * call.group + number], found)
+    return found
 
 
 @jax.named_scope("load")
@@ -247,11 +284,11 @@ def _load(call: _Call, split: _Split, operands: _Operands, smem: _Shared, step: 
     stage = lax.rem(step, jnp.int32(STAGES))
     row, first = split.row, split.start(call, step)
     if operands.tables is not None:
-        row, first = operands.tables[split.row, lax.div(first, KEYS)], jnp.int32(0)
+        row, first = operands.tables[split.row, lax.div(first, PAGE)], lax.rem(first, PAGE)
     for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
         head = (kind * call.num_rows + row) * call.kv_heads + split.kv_head
         start = head * call.length + first
-        plgpu.copy_gmem_to_smem(operands.cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
+        plgpu.copy_gmem_to_smem(operands.cache.at[pl.ds(start, call.keys)], target.at[stage], full.at[stage])
 
 
 def _attend_block(
@@ -269,14 +306,15 @@ def _attend_block(
     return softmax.add_values(weights, smem.values.at[stage])
 
 
-def _combine(results: SplitResults, sinks: Float32[Array, " heads"]) -> Float32[Array, "B heads D"]:
-    """The splits' results as one softmax, with the sinks in it: float32 (B, heads, D).
+def _combine(results: SplitResults, sinks: Float32[Array, "kv_heads group"]) -> Float32[Array, "B kv_heads group D"]:
+    """The splits' results as one softmax, with the sinks in it: float32 (B, kv_heads, group, D).
 
     A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
     """
-    sinks = sinks * TO_BITS
-    peak = reduce(jnp.maximum, results.peaks, sinks)
-    parts = [jnp.exp2(split - peak) for split in results.peaks]
-    total = sum((part * split for part, split in zip(parts, results.totals, strict=True)), jnp.exp2(sinks - peak))
-    out = sum(part[..., None] * split for part, split in zip(parts, results.gathered, strict=True))
+    sinks, group = sinks * TO_BITS, sinks.shape[1]
+    gathered, peaks, totals = (part[:, :, :, :group] for part in results)
+    peak = reduce(jnp.maximum, peaks, sinks)
+    parts = [jnp.exp2(split - peak) for split in peaks]
+    total = sum((part * split for part, split in zip(parts, totals, strict=True)), jnp.exp2(sinks - peak))
+    out = sum(part[..., None] * split for part, split in zip(parts, gathered, strict=True))
     return out / total[..., None]

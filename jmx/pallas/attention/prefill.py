@@ -6,6 +6,7 @@ After `jax.experimental.pallas.ops.gpu.attention_mgpu`, which has neither sinks 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,22 +17,28 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, element_ids, hide_unseen, shared_memory
+from jmx.pallas.attention.schedule import plan
+from jmx.pallas.attention.softmax import TO_BITS, RunningSoftmax, element_ids, hide_unseen, shared_memory
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
-BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
+BLOCK = 2 * ROWS  # queries of one item of work, and keys of one step
+STORED = 64  # channels of results that are written at a time, where these are a multiple of that
 MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
-SHARED_MEMORY = 220 * 1024  # bytes for queries, keys and values; a CTA has 227 KiB, of which barriers take a part
+SHARED_MEMORY = 226 * 1024  # bytes for queries, results, keys and values; a CTA has 227 KiB, with barriers
 
 
 def stages(key_dim: int, value_dim: int) -> int:
     """Stages of the pipeline that shared memory holds, at most `MOST_STAGES`. The kernel needs two."""
-    queries, keys_and_values = 2 * ROWS * key_dim, BLOCK * (key_dim + value_dim)  # 2 bytes each
-    return min(MOST_STAGES, (SHARED_MEMORY // 2 - queries) // keys_and_values)
+    queries_and_results = BLOCK * (key_dim + _stored(value_dim))  # 2 bytes each
+    return min(MOST_STAGES, (SHARED_MEMORY // 2 - queries_and_results) // (BLOCK * (key_dim + value_dim)))
+
+
+def _stored(value_dim: int) -> int:
+    return STORED if value_dim % STORED == 0 else value_dim
 
 
 def fits(key_dim: int, value_dim: int) -> bool:
@@ -47,6 +54,7 @@ def flash_prefill(
     sinks: Float32[Array, " heads"],
     window: int | None,
     scale: float | None = None,
+    core_count: int | None = None,
 ) -> Float[Array, "B T heads V"]:
     """Causal attention of T tokens among themselves; only blocks of keys that some query sees are read.
 
@@ -56,12 +64,16 @@ def flash_prefill(
         sinks: float32 (heads,), one more logit a head, without a value.
         window: how many positions a query sees, its own included; None for all.
         scale: multiplies the scores; None for D^-0.5.
+        core_count: the GPU's SMs, on each of which a CTA takes blocks of queries in turn; None: each block has its CTA.
 
     Returns:
         (B, T, heads, V) of query's dtype.
     """
-    dim, factor = query.shape[3], query.shape[3] ** -0.5 if scale is None else scale
-    call = _Call(query.shape[1], query.shape[2] // keys.shape[2], dim, values.shape[-1], window, factor)
+    batch, length, heads, dim = query.shape
+    factor = dim**-0.5 if scale is None else scale
+    items = heads * batch * (length // BLOCK)
+    ctas = items if core_count is None else min(core_count, items)
+    call = _Call(batch, length, heads, heads // keys.shape[2], dim, values.shape[-1], window, factor, ctas)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
 
 
@@ -86,20 +98,19 @@ def flash_prefill_pages(
     Returns:
         (M, BLOCK, heads, D) of query's dtype.
     """
-    _, length, heads, dim = query.shape
-    call = _Call(length, heads // pages.shape[2], dim, dim, window, dim**-0.5)
+    batch, length, heads, dim = query.shape
+    # Rows have any lengths, so each block has a CTA: the GPU starts one wherever another has ended.
+    call = _Call(batch, length, heads, heads // pages.shape[2], dim, dim, window, dim**-0.5, heads * batch)
     return _launch(call, query, sinks, _Pages(pages=pages, tables=tables, starts=starts))
 
 
 def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt | _Pages") -> jax.Array:
     """The kernel over keys and values of a prompt, or over pages."""
-    batch, length, heads, _ = query.shape
-
     kernel = plgpu.kernel(
         partial(_kernel, call),
-        out_type=jax.ShapeDtypeStruct((batch, length, heads, call.value_dim), query.dtype),
-        grid=(heads, length // BLOCK, batch),
-        grid_names=("heads", "tile", "batch"),
+        out_type=jax.ShapeDtypeStruct((*query.shape[:3], call.value_dim), query.dtype),
+        grid=(call.ctas,),
+        grid_names=("cta",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name=kernel_name(
@@ -109,28 +120,43 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             value_dim=call.value_dim,
             stages=call.stages,
             window=call.window,
+            persistent=call.ctas < call.items,
             pages=isinstance(source, _Pages),
         ),
         scratch_types={"shared": _Shared.types(call, query.dtype)},
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # the pipeline has its own
+            reduction_scratch_bytes=0,  # rows are reduced within a warp
+        ),
     )
-    return launch(kernel, _Operands(query=query, sinks=sinks, source=source))
+    most = call.length // BLOCK if call.window is None else -(-(call.window - 1) // BLOCK) + 1
+    schedule = plan(call.ctas, call.heads * call.batch, call.length // BLOCK, most)
+    return launch(kernel, _Operands(query=query, sinks=sinks, source=source, schedule=jnp.asarray(schedule)))
 
 
 @dataclass(frozen=True)
 class _Call:
     """What is static of a call. `group`: query heads to a key head; `dim`: of queries and keys."""
 
+    batch: int
     length: int
+    heads: int
     group: int
     dim: int
     value_dim: int
     window: int | None
     scale: float
+    ctas: int
 
     @property
     def stages(self) -> int:
         return stages(self.dim, self.value_dim)
+
+    @property
+    def items(self) -> int:
+        """Blocks of queries of all heads and rows."""
+        return self.heads * self.batch * (self.length // BLOCK)
 
 
 class _Prompt(NamedTuple):
@@ -172,50 +198,86 @@ class _Operands(NamedTuple):
     query: Ref
     sinks: Ref
     source: _Prompt | _Pages
+    schedule: Ref
+
+
+class _Stages(NamedTuple):
+    """Blocks of keys, or of values, in the stages of the pipeline, by the number of a step of the CTA."""
+
+    blocks: Ref
+    full: Ref
+    empty: Ref
+
+    @classmethod
+    def types(cls, count: int, channels: int, dtype: jax.typing.DTypeLike) -> "_Stages":
+        return cls(
+            blocks=shared_memory(count, BLOCK, channels, dtype=dtype),
+            full=plgpu.Barrier(num_barriers=count),
+            empty=plgpu.Barrier(num_arrivals=2, num_barriers=count),
+        )
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        return lax.rem(step, jnp.int32(self.blocks.shape[0]))
+
+    def load(self, step: jax.Array, source: Ref) -> None:
+        """Begins to copy a block, once both consumers are done with the one before it."""
+        stage = self.stage(step)
+        with jax.named_scope("acquire"):
+            pl.when(step >= self.blocks.shape[0])(partial(plgpu.barrier_wait, self.empty.at[stage]))
+        plgpu.copy_gmem_to_smem(source, self.blocks.at[stage], self.full.at[stage])
+
+    @jax.named_scope("wait")
+    def wait(self, step: jax.Array) -> Ref:
+        """The block, when it is here."""
+        stage = self.stage(step)
+        plgpu.barrier_wait(self.full.at[stage])
+        return self.blocks.at[stage]
+
+    def release(self, step: jax.Array) -> None:
+        """A consumer is done with the block."""
+        plgpu.barrier_arrive(self.empty.at[self.stage(step)])
 
 
 class _Shared(NamedTuple):
-    """The shared memory of a CTA, and its barriers: types, or references.
+    """The shared memory of a CTA, and its barriers: types, or references. Rows, results and turns are by consumer.
 
-    Rows are by consumer warpgroup: the queries, and then the result. Keys and values are by stage. At `turn` the two
-    consumers meet.
+    Consumers take turns at tensor cores: one multiplies while the other takes exponentials.
     """
 
     rows: Ref
-    keys: Ref
-    values: Ref
+    results: Ref
+    keys: _Stages
+    values: _Stages
     rows_full: Ref
-    keys_full: Ref
-    values_full: Ref
-    keys_empty: Ref
-    values_empty: Ref
-    turn: Ref
+    rows_empty: Ref
+    turns: Ref
 
     @classmethod
     def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
         return cls(
             rows=shared_memory(2, ROWS, call.dim, dtype=dtype),
-            keys=shared_memory(call.stages, BLOCK, call.dim, dtype=dtype),
-            values=shared_memory(call.stages, BLOCK, call.value_dim, dtype=dtype),
+            results=shared_memory(2, ROWS, _stored(call.value_dim), dtype=dtype),
+            keys=_Stages.types(call.stages, call.dim, dtype),
+            values=_Stages.types(call.stages, call.value_dim, dtype),
             rows_full=plgpu.Barrier(num_barriers=2),
-            keys_full=plgpu.Barrier(num_barriers=call.stages),
-            values_full=plgpu.Barrier(num_barriers=call.stages),
-            keys_empty=plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
-            values_empty=plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
-            turn=plgpu.Barrier(num_arrivals=2),
+            rows_empty=plgpu.Barrier(num_arrivals=2),
+            turns=plgpu.Barrier(num_barriers=2),
         )
 
     @jax.named_scope("take_turns")
-    def take_turns(self) -> None:
-        """Lets one consumer multiply while the other takes exponentials."""
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+    def take_turn(self, warpgroup: jax.Array) -> None:
+        """Waits until the other consumer passes the turn."""
+        plgpu.barrier_wait(self.turns.at[warpgroup])
+
+    def pass_turn(self, warpgroup: jax.Array) -> None:
+        plgpu.barrier_arrive(self.turns.at[1 - warpgroup])
 
 
-class _Tile(NamedTuple):
+class _Item(NamedTuple):
     """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on.
 
-    `tile` is its number among those of the call's row, and `at` among those of positions.
+    `tile` is its number among those of the call's row, and `at` among those of positions. `before` are the steps of the
+    items that its CTA took before.
     """
 
     head: jax.Array
@@ -224,111 +286,138 @@ class _Tile(NamedTuple):
     row: jax.Array
     first: jax.Array
     steps: jax.Array
+    before: jax.Array
+
+
+def _each_item(call: _Call, operands: _Operands, take: Callable[[_Item], None]) -> None:
+    """Calls `take` with the items of this CTA in turn."""
+    cta, blocks = lax.axis_index("cta"), jnp.int32(call.length // BLOCK)
+
+    def take_one(turn: jax.Array, before: jax.Array) -> jax.Array:
+        number = operands.schedule[1 + turn, cta]
+        its, tile = lax.div(number, blocks), lax.rem(number, blocks)
+        row, head = lax.div(its, jnp.int32(call.heads)), lax.rem(its, jnp.int32(call.heads))
+        at = tile + operands.source.first_block(row)
+        seen_from = jnp.int32(0) if call.window is None else at * BLOCK - (call.window - 1)
+        first = lax.div(jnp.maximum(seen_from, 0), jnp.int32(BLOCK))
+        take(_Item(head, tile, at, row, first, at + 1 - first, before))
+        return before + at + 1 - first
+
+    lax.fori_loop(0, operands.schedule[0, cta], take_one, jnp.int32(0))
 
 
 def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> None:
-    """The kernel: warpgroups 0 and 1 are consumers, of half the tile's queries each, and 2 is the producer."""
-    head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
-    tile = call.length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
-    warpgroup, window = lax.axis_index("warpgroup"), call.window
-    at = tile + operands.source.first_block(row)
-    first = jnp.int32(0) if window is None else lax.div(jnp.maximum(at * BLOCK - (window - 1), 0), BLOCK)
-    work = _Tile(head, tile, at, row, first, at + 1 - first)
-    pl.when(warpgroup < 2)(lambda: _consume(call, work, operands, out, shared, warpgroup))
-    pl.when(warpgroup == 2)(lambda: _produce(call, work, operands, shared))
+    """The kernel: warpgroups 0 and 1 are consumers, of half an item's queries each, and 2 is the producer."""
+    warpgroup = lax.axis_index("warpgroup")
+    pl.when(warpgroup < 2)(lambda: _consume(call, operands, out, shared, warpgroup))
+    pl.when(warpgroup == 2)(lambda: _produce(call, operands, shared))
 
 
 @jax.named_scope("producer")
-def _produce(call: _Call, work: _Tile, operands: _Operands, smem: _Shared) -> None:
-    """Loads the tile's keys and values, block by block, as stages become empty."""
+def _produce(call: _Call, operands: _Operands, smem: _Shared) -> None:
+    """Loads queries, keys and values, block by block, as their places become empty."""
     plgpu.set_max_registers(40, action="decrease")
-    kv_head = lax.div(work.head, jnp.int32(call.group))
 
-    @pl.loop(0, work.steps)
-    def _step(step: jax.Array) -> None:
-        stage = lax.rem(step, jnp.int32(call.stages))
-        keys, values = operands.source.block(work.row, work.first + step, kv_head)
-        for source, target, full, empty in (
-            (keys, smem.keys, smem.keys_full, smem.keys_empty),
-            (values, smem.values, smem.values_full, smem.values_empty),
-        ):
-            with jax.named_scope("acquire"):
-                pl.when(step >= call.stages)(partial(plgpu.barrier_wait, empty.at[stage]))
-            plgpu.copy_gmem_to_smem(source, target.at[stage], full.at[stage])
+    def load(item: _Item) -> None:
+        kv_head = lax.div(item.head, jnp.int32(call.group))
+        keys, values = operands.source.block(item.row, item.first, kv_head)
+        smem.keys.load(item.before, keys)
+        pl.when(item.before > 0)(lambda: plgpu.barrier_wait(smem.rows_empty))
+        for half in range(2):
+            at = pl.ds(item.tile * BLOCK + half * ROWS, ROWS)
+            queries = operands.query.at[item.row, at, item.head]
+            plgpu.copy_gmem_to_smem(queries, smem.rows.at[half], smem.rows_full.at[half])
+        smem.values.load(item.before, values)
+
+        @pl.loop(1, item.steps)
+        def _(step: jax.Array) -> None:
+            keys, values = operands.source.block(item.row, item.first + step, kv_head)
+            smem.keys.load(item.before + step, keys)
+            smem.values.load(item.before + step, values)
+
+    _each_item(call, operands, load)
 
 
 @jax.named_scope("consumer")
-def _consume(call: _Call, work: _Tile, operands: _Operands, out: Ref, smem: _Shared, warpgroup: jax.Array) -> None:
+def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgroup: jax.Array) -> None:
     """Attention of the queries of one consumer warpgroup."""
     plgpu.set_max_registers(232, action="increase")
-    rows, rows_full = smem.rows.at[warpgroup], smem.rows_full.at[warpgroup]
-    start, here = work.at * BLOCK + warpgroup * ROWS, work.tile * BLOCK + warpgroup * ROWS
-    with jax.named_scope("prologue"):
-        plgpu.copy_gmem_to_smem(operands.query.at[work.row, pl.ds(here, ROWS), work.head], rows, rows_full)
-        plgpu.barrier_wait(rows_full)
-    # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
-    softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=operands.sinks[work.head] * TO_BITS, total=1)
-    pl.when(warpgroup == 1)(smem.take_turns)
+    pl.when(warpgroup == 1)(lambda: smem.pass_turn(warpgroup))  # the other one has the first
 
-    def attend(step: jax.Array, softmax: RunningSoftmax, *, masked: bool) -> RunningSoftmax:
-        return _attend_block(call, work, smem, rows, start, step, softmax, masked=masked)
+    def attend(item: _Item) -> None:
+        # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
+        softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=operands.sinks[item.head] * TO_BITS, total=1)
+        gathered, _, total = _attend_blocks(call, item, smem, warpgroup, softmax)
+        here = pl.ds(item.tile * BLOCK + warpgroup * ROWS, ROWS)
+        results = gathered * lax.broadcast_in_dim(1 / total, gathered.shape, [0])
+        _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
-    masked_from = 0 if call.window is not None else work.steps - 1  # all queries see the blocks before it whole
-    if call.window is None:
-        softmax = lax.fori_loop(0, masked_from, partial(attend, masked=False), softmax)
-    gathered, _, total = lax.fori_loop(masked_from, work.steps, partial(attend, masked=True), softmax)
-    pl.when(warpgroup == 0)(smem.take_turns)
-    with jax.named_scope("epilogue"):
-        _store(call, work, here, gathered / lax.broadcast_in_dim(total, gathered.shape, [0]), rows, out)
-
-
-def _store(call: _Call, work: _Tile, first_row: jax.Array, results: jax.Array, rows: Ref, out: Ref) -> None:
-    """Writes a consumer warpgroup's results to `out`, from `first_row` on, through the shared memory of its queries."""
-    staged = rows if call.value_dim == call.dim else rows.at[:, pl.ds(0, call.value_dim)]
-    staged[...] = results.astype(rows.dtype)
-    plgpu.commit_smem()
-    count = ROWS if call.value_dim == call.dim else TILE  # what is copied must be contiguous
-    for first in range(0, ROWS, count):
-        target = out.at[work.row, pl.ds(first_row + first, count), work.head]
-        plgpu.copy_smem_to_gmem(staged.at[pl.ds(first, count)], target)
+    _each_item(call, operands, attend)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend_block(
-    call: _Call,
-    work: _Tile,
-    smem: _Shared,
-    rows: Ref,
-    start: jax.Array,
-    step: jax.Array,
-    softmax: RunningSoftmax,
-    *,
-    masked: bool,
+def _attend_blocks(
+    call: _Call, item: _Item, smem: _Shared, warpgroup: jax.Array, softmax: RunningSoftmax
 ) -> RunningSoftmax:
-    """`softmax` of `rows`, the queries from position `start` on, with a step's keys and values."""
-    stage = lax.rem(step, jnp.int32(call.stages))
-    with jax.named_scope("wait"):
-        plgpu.barrier_wait(smem.keys_full.at[stage])
+    """`softmax` of a consumer's queries with all keys and values that they see."""
+    rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
 
-    def multiply(accumulator: Ref) -> jax.Array:
-        plgpu.wgmma(accumulator, rows, smem.keys.at[stage].transpose((1, 0)))
-        smem.take_turns()
-        return accumulator[...]
+    def distances(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """From keys to queries, in positions."""
+        keys = element_ids(shape, 1) + (item.first + step) * BLOCK
+        return element_ids(shape, 0) + start - keys
 
-    with jax.named_scope("scores"):
-        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-    plgpu.barrier_arrive(smem.keys_empty.at[stage])
-    if masked:
-        queries, keys = element_ids(scores.shape, 0), element_ids(scores.shape, 1)
-        distance = (queries + start) - (keys + (work.first + step) * BLOCK)
-        scores = hide_unseen(scores, distance, call.window)
-    (gathered, peak, total), weights = softmax.add_scores(scores, TO_BITS * call.scale)
-    weights = weights.astype(rows.dtype)
-    gathered, total, peak, weights = lax.optimization_barrier((gathered, total, peak, weights))
-    plgpu.barrier_arrive(smem.turn)
-    with jax.named_scope("wait"):
-        plgpu.barrier_wait(smem.values_full.at[stage])
-        plgpu.barrier_wait(smem.turn)
-    softmax = RunningSoftmax(gathered, peak, total).add_values(weights, smem.values.at[stage])
-    plgpu.barrier_arrive(smem.values_empty.at[stage])
+    def attend(
+        step: jax.Array, softmax: RunningSoftmax, *, hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    ) -> RunningSoftmax:
+        """With the keys and values of a step; the turn is this consumer's before and after it."""
+        keys = smem.keys.wait(item.before + step)
+
+        def multiply(accumulator: Ref) -> jax.Array:
+            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
+            smem.pass_turn(warpgroup)
+            return accumulator[...]
+
+        with jax.named_scope("scores"):
+            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+        smem.keys.release(item.before + step)
+        if hide is not None:
+            scores = hide(scores, distances(step, scores.shape))
+        softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
+        softmax, weights = lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
+        values = smem.values.wait(item.before + step)
+        smem.take_turn(warpgroup)
+        softmax = softmax.add_values(weights, values)
+        smem.values.release(item.before + step)
+        return softmax
+
+    with jax.named_scope("prologue"):
+        plgpu.barrier_wait(smem.rows_full.at[warpgroup])
+    smem.take_turn(warpgroup)
+    # Queries see the blocks before the last one whole, but for those in which the window of one of them begins.
+    last, whole_from = item.steps - 1, jnp.int32(0)
+    if call.window is not None:
+        whole_from = jnp.clip(item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first, 0, last)
+        softmax = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), softmax)
+    softmax = lax.fori_loop(whole_from, last, attend, softmax)
+    window = None if call.window is None or call.window >= BLOCK else call.window
+    softmax = attend(last, softmax, hide=partial(hide_unseen, window=window))
+    plgpu.barrier_arrive(smem.rows_empty)
+    smem.pass_turn(warpgroup)
     return softmax
+
+
+def _hide_outside(window: int, scores: jax.Array, distance: jax.Array) -> jax.Array:
+    """`hide_unseen` of keys that are not ahead of the queries."""
+    return jnp.where(distance < window, scores, -jnp.inf)
+
+
+@jax.named_scope("epilogue")
+def _store(results: jax.Array, staged: Ref, target: Ref) -> None:
+    """Writes a consumer's results to global memory, as many channels at a time as `staged`, in shared memory, has."""
+    width = staged.shape[-1]
+    for first in range(0, results.shape[-1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = results[:, first : first + width].astype(target.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, target.at[:, pl.ds(first, width)])
