@@ -602,7 +602,11 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is a tensor of quantized experts, but of no"),
     ("modelopt_gpt_oss", add(f"{LAYER}.down_proj.bias", ONES), "must be of modules or of parameters, but are both"),
     ("mxfp4", put("weight_scale", (5, 2), 255), "must have no scale of 255 (NaN), but has one at (5, 2)"),
-    ("mxfp4", swap("weight_scale", lambda a: a[:, :2]), "is U8 (64, 2), but must be U8 (64, 3) for mxfp4 of (64, 96)"),
+    (
+        "mxfp4",
+        swap("weight_scale", lambda a: a[:, :2]),
+        "is U8 (64, 2), but must be U8 or F8_E8M0 (64, 3) for mxfp4 of (64, 96)",
+    ),
     ("fp8_channel_dynamic", put("weight", (1, 1), np.nan), "must hold no NaN"),
     ("fp8_channel_dynamic", swap("weight_scale", lambda a: a[0]), "is BF16 (1,), but must be BF16 or F16 or F32"),
     ("fp8_tensor_static", put("input_scale", 0, np.nan), "must hold finite scales above 0, but has nan"),

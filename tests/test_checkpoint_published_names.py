@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 from test_checkpoint_compressed_tensors import LAYER, golden, reader, same, wholes, write
@@ -145,6 +146,28 @@ def test_the_tools_own_files_are_read_where_config_json_has_nothing(name, tmp_pa
     (path / name).write_text(json.dumps(contents | {"version": "gemv", "bits": 3, "w_bit": 3}))
     with pytest.raises(CheckpointError, match=rf"{name}: `(w_)?bits?` \(=3\) must be one of"):
         compressed_tensors.Reader(path)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("like", ["mxfp4", "mxfp8"])
+def test_scales_may_have_the_dtype_of_e8m0(like, tmp_path):
+    arrays, config = golden(like)
+    files = {k: a.view(ml_dtypes.float8_e8m0fnu) if k.endswith("weight_scale") else a for k, a in arrays.items()}
+    layer, want = compressed_tensors.Reader(write(tmp_path / "e8m0", files, config)).layers[LAYER], reader(like)
+    assert all(same(wholes(layer)[key], array) for key, array in wholes(want.layers[LAYER]).items())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("like", ["gptq_g32", "gptq_w8_g32_asym", "gptq_g128_order"])
+def test_gptq_s_g_idx_may_be_missing_where_groups_are_in_order(like, tmp_path):
+    arrays, config = golden(like)
+    path = write(tmp_path / "short", {k: a for k, a in arrays.items() if not k.endswith("g_idx")}, config)
+    if like.endswith("order"):
+        with pytest.raises(CheckpointError, match="g_idx' is missing, for int4_g128_order"):
+            compressed_tensors.Reader(path)
+        return
+    layer, want = compressed_tensors.Reader(path).layers[LAYER], reader(like).layers[LAYER]
+    assert all(same(wholes(layer)[key], array) for key, array in wholes(want).items())
 
 
 def test_gptq_names_how_zero_points_are_stored_under_two_keys(tmp_path):

@@ -29,11 +29,11 @@ from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.gate_up import split_gate_up
 from jmx.numerics.layouts import WeightSpec, rows_in_order
-from jmx.pallas.mosaic_sm90 import act_order, kernel
+from jmx.pallas.mosaic_sm90 import act_order, kernel, round_rows, rounded_inputs
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
-from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS
+from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
 from jmx.selection import tuning
 
 pytestmark = pytest.mark.sampled(3)
@@ -193,6 +193,23 @@ def ordered_rows(x, tokens, order, experts):
     return jnp.asarray(x)[tokens[:, None], order[np.repeat(experts, 8)]]
 
 
+def rounded_rows(x, format, static_scale, *, columns, width, row_of=None, num_rows=None):
+    """As `round_rows.round_rows` says; rows that are not written are NaN."""
+    given = rounded_inputs.round_rows(x[:, :columns], format, static_scale)
+    values, scales = np.pad(np.asarray(given.values), ((0, 0), (0, width - columns))), given.scales
+    if row_of is None:
+        return RoundedRows(jnp.asarray(values), scales)
+    row_of = np.asarray(row_of)
+    at, of = row_of[row_of >= 0], np.nonzero(row_of >= 0)[0]
+    placed = np.full((num_rows, width), np.nan, values.dtype)
+    placed[at] = values[of]
+    if scales is not None:
+        own = np.full(num_rows, np.nan, np.float32)
+        own[at] = np.asarray(scales)[of]
+        scales = jnp.asarray(own)
+    return RoundedRows(jnp.asarray(placed), scales)
+
+
 AROUND = [
     *(Case(tokens=tokens, dtype="bfloat16") for tokens in (1, 2, 9, 16, 17, 64)),
     *(Case(tokens=tokens, ids="anywhere", top_k=4) for tokens in (1, 5, 64)),
@@ -238,6 +255,7 @@ def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     monkeypatch.setattr(kernel, "expert_products", expert_products)
     monkeypatch.setattr(kernel, "one_product", one_product)
     monkeypatch.setattr(act_order, "ordered_rows", ordered_rows)
+    monkeypatch.setattr(round_rows, "round_rows", rounded_rows)
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)

@@ -15,7 +15,7 @@ from jmx.backends import registered_backends
 from jmx.engines.gradients import Gradients, Primals, Wanted, has_gradients
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
-from jmx.pallas.mosaic_sm90 import act_order, kernel, weight_gradients
+from jmx.pallas.mosaic_sm90 import act_order, kernel, round_rows, weight_gradients
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.selection.backend import ExpertProduct
@@ -86,6 +86,7 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     monkeypatch.setattr(kernel, "one_product", emulated.one_product)
     monkeypatch.setattr(grouping, "many", sort)
     monkeypatch.setattr(act_order, "ordered_rows", emulated.ordered_rows)
+    monkeypatch.setattr(round_rows, "round_rows", emulated.rounded_rows)
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     arguments = x, routing, experts, dy = drawn(case, rng, layers)

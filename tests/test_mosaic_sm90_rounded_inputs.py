@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from ptx import run_ptx
 
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
+from jmx.pallas.mosaic_sm90 import round_rows as by_kernel
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, round_rows
 from jmx.selection.environment import Environment
 
@@ -93,3 +95,67 @@ def test_values_times_scales_are_what_the_format_represents(name, dtype, rng):
 )
 def test_the_auto_layout_is_that_of_the_backend_that_takes_the_pair(format, inputs, layout):
     assert resolve_layout("auto", HOPPER, FORMATS[format], inputs) == layout
+
+
+# The kernel
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn])
+def test_its_ptx_rounds_to_the_nearest_element(dtype, rng):
+    """Every float of 12 bits, with all ties, and random ones up to 512; zeros keep their sign."""
+    numbers = np.arange(1 << 16, dtype=np.uint32) << 16
+    numbers = np.concatenate([numbers, rng.uniform(-512, 512, 9999).astype(np.float32).view(np.uint32)])
+    numbers = numbers[~(np.abs(numbers.view(np.float32)) > 512)]  # the kernel's quotients, and NaN
+    with np.errstate(invalid="ignore"):
+        found = run_ptx(by_kernel.minifloat_ptx(dtype), numbers).view(np.float32)
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    given = numbers.view(np.float32)
+    is_nan = np.isnan(given)
+    assert is_nan.sum() > 100
+    assert np.isnan(found[is_nan]).all()
+    expected = np.clip(given[~is_nan], -most, most).astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(found[~is_nan].view(np.uint32), expected.view(np.uint32))
+
+
+def test_its_ptx_rounds_to_the_nearest_integer(rng):
+    numbers = np.concatenate([np.arange(-254, 255) / 2, rng.uniform(-127.4, 127.4, 9999)]).astype(np.float32)
+    found = run_ptx(by_kernel.INTEGER, numbers.view(np.uint32)).view(np.float32)
+    np.testing.assert_array_equal(found, np.rint(numbers))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("name", INPUTS)
+def test_it_has_the_bits_of_the_definition(name, dtype, placed, rng):
+    format, (num_rows, columns, width) = INPUT_FORMATS[name], (77, 1120, 1152)
+    x = rng.standard_normal((num_rows, 1128)) * np.exp2(rng.uniform(-30, 10, (num_rows, 1)))
+    x[0], x[1, :64], x[2, 5], x[3, 6] = 0, 0, np.nan, np.inf
+    x[4] = rng.integers(-(2**8), 2**8, 1128) / 32  # half way between two, often
+    x[5], x[6, ::2] = float(jnp.finfo(dtype).max), -0.0
+    x[7] *= np.exp2(rng.integers(-60, 60, 1128))
+    x = jnp.asarray(x, jnp.float32).astype(dtype)
+    row_of = rng.permutation(3 * num_rows).astype(np.int32).reshape(num_rows, 3)
+    row_of[::5, 1] = -1
+    for static in [0.01, 2.0**-60, 7.0] if format.static else [None]:
+        scale = None if static is None else jnp.float32(static)
+        wanted = jax.jit(round_rows, static_argnums=1)(x[:, :columns], format, scale)
+
+        def kernel(x, scale, row_of):
+            rows = None if row_of is None else 3 * num_rows
+            return by_kernel.round_rows(x, format, scale, columns=columns, width=width, row_of=row_of, num_rows=rows)
+
+        found = jax.jit(kernel)(x, scale, jnp.asarray(row_of) if placed else None)
+        at, of = np.arange(num_rows), np.arange(num_rows)
+        if placed:
+            at, of = row_of[row_of >= 0], np.nonzero(row_of >= 0)[0]
+        assert found.values.dtype == jnp.bfloat16
+        rows, expected = (np.asarray(v).astype(np.float32) for v in (found.values, wanted.values[of]))
+        rows, sound = rows[at], np.ones(at.size, bool)
+        if wanted.scales is not None:
+            scales = np.asarray(wanted.scales)[of]
+            np.testing.assert_array_equal(np.asarray(found.scales)[at], scales)
+            sound = np.isfinite(scales)
+        np.testing.assert_array_equal(rows[sound, :columns], expected[sound])
+        assert (np.signbit(rows[:, :columns]) == np.signbit(expected))[np.isfinite(expected) & sound[:, None]].all()
+        assert not np.any(rows[np.isfinite(expected).all(axis=1) & sound, columns:])

@@ -6,7 +6,7 @@ The tensors of a weight of N rows and K columns:
           qzeros   int32 (groups, N bits / 32): along rows likewise, each one less than the zero point ("gptq_v2": the
                    zero point itself). Symmetric weights have 2^(bits - 1) everywhere.
           scales   floats (groups, N)
-          g_idx    int32 (K,): each column's group; AutoRound has none
+          g_idx    int32 (K,): each column's group; where groups are in order, as AutoRound's are, it may be missing
     AWQ   qweight  int32 (K, N / 8): a word holds 8 rows in the order 0, 2, 4, 6, 1, 3, 5, 7
           qzeros   int32 (groups, N / 8), in the same order
           scales   floats (groups, N)
@@ -29,7 +29,7 @@ from jmx.numerics.formats import FORMATS, WHOLE_ROW, BlockScaled, Format
 from jmx.util.typing import Int8, Int32, Shaped, UInt8
 
 STORAGES = (GPTQ, GPTQ_V2, AWQ, AUTO_ROUND, AUTO_ROUND_V2)
-_INDEXED = (GPTQ, GPTQ_V2)  # have g_idx
+_INDEXED = (GPTQ, GPTQ_V2)  # may have g_idx
 _LESS_ONE = (GPTQ, AUTO_ROUND)  # store zero points less one
 _AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the row, of 8, of each nibble of a word
 
@@ -49,7 +49,8 @@ class GptqModule(Module):
 
     @property
     def _is_indexed(self) -> bool:
-        return self.scheme.storage in _INDEXED
+        needed = "order" in self.format.arrays
+        return self.scheme.storage in _INDEXED and (needed or "weight_g_idx" in self.pieces)
 
     @property
     def _may_be_short(self) -> bool:

@@ -18,6 +18,7 @@ from jmx.util.typing import Float, Float32, Int8, Int32, Shaped, UInt8
 
 Shape = tuple[int, ...]
 
+_CODES = ("U8", "F8_E8M0")  # e8m0 as compressed-tensors writes it, and by the name that safetensors has for it
 # Dtypes of scales that are e8m0, beside those of all files. Bytes of FP8 are e8m0 only if the config declares it.
 _EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8"), DEEPSEEK_FP4: ("F8_E8M0",)}
 _OF_INPUTS = ("input_", "activation_scale")  # prefixes of the tensors of inputs
@@ -150,8 +151,8 @@ class Module:
             dtypes = ("F8_E4M3",) if format.element_dtype == _E4M3 else ("I8",)
             dtypes += (fnuz.DTYPE,) if format.name.startswith("fp8") else ()
             yield "weight", dtypes, ((rows, columns),)
-        scale_dtypes = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8",), "mxfp8": ("U8",)}.get(format.name, FLOATS)
-        scale_dtypes = (*scale_dtypes, *_EXPONENTS.get(storage, ()))
+        scale_dtypes = {"nvfp4": ("F8_E4M3",), "mxfp4": _CODES, "mxfp8": _CODES}.get(format.name, FLOATS)
+        scale_dtypes = tuple(dict.fromkeys((*scale_dtypes, *_EXPONENTS.get(storage, ()))))
         if format.name == "fp8_tensor":
             yield "weight_scale", scale_dtypes, _ONE
         else:

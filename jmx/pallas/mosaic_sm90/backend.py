@@ -4,8 +4,8 @@ It has two grouped GEMMs, with the activation in the epilogue of the first. If w
 gathers the rows first. Products take bfloat16 and accumulate in float32; float16 activations are rounded to bfloat16,
 which has a larger range.
 
-Inputs in a format are rounded to it by XLA and multiplied as bfloat16, which holds them (`rounded_inputs`). Then each
-GEMM is a kernel of its own, because h is rounded in between.
+Inputs in a format are rounded to it by a kernel (`round_rows`) and multiplied as bfloat16, which holds them
+(`rounded_inputs`). Then each GEMM is a kernel of its own, because h is rounded in between.
 """
 
 import dataclasses
@@ -117,7 +117,8 @@ class MosaicSm90(LimitedBackend):
             if order is None:
                 return given, blocks
             tokens = np.tile(np.minimum(_EIGHT, x.shape[0] - 1), blocks.experts.size)
-            rows = ordered_rows(given.values, tokens, order, blocks.experts + experts.first_expert)
+            of_experts = blocks.experts + experts.first_expert
+            rows = ordered_rows(given.values[:, : x.shape[1]], tokens, order, of_experts)
             return RoundedRows(rows, given.take(tokens)), blocks._replace(x_rows=ROW_ALIGNMENT)
 
         def products(work: Work) -> Float[Array, "P R H"]:
@@ -141,7 +142,7 @@ class MosaicSm90(LimitedBackend):
                 dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
                 first = dataclasses.replace(first, dtype=dtype)
                 h = one_product(padded(rows.values), first, blocks, split_k=1, **launched)
-                h = rounded(problem, experts, "down", h[:, : experts.intermediate_size])
+                h = rounded(problem, experts, "down", h)
                 second = dataclasses.replace(second, row_scales=h.scales)
                 blocks = blocks._replace(x_rows=blocks.out_rows)
                 out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)

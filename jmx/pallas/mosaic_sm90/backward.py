@@ -286,7 +286,7 @@ class _Pass:
         of_weight = partial(weight_gradients.of_weight, self.problem, self.routing)
         gate_up = down = None
         if wanted.gate_up:
-            rows = sorted_rows(self.problem, x, self.routing, self.experts, self.work).values
+            rows = sorted_rows(self.problem, x, self.routing, self.experts, self.work).values[:, : x.shape[1]]
             gate_up = of_weight(gate_and_up(dh, self.experts), rows, self.num_cores)
         if wanted.down:
             parts = (part.astype(jnp.float32) for part in gate_and_up(h, self.experts))

@@ -9,20 +9,41 @@ from jmx.grouping import Work
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas import own_rows, place_rows
 from jmx.pallas.activation.columns import EIGHTS, Order, split
-from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows, round_rows
+from jmx.pallas.mosaic_sm90 import rounded_inputs
+from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
 from jmx.pallas.sm90.tiles import TILE
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32
 
+ALIGNMENT = 8  # columns of rows that the kernel which rounds them reads together
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 
 
-def rounded(problem: Problem, experts: Experts, role: str, rows: Float[Array, "R K"]) -> RoundedRows:
-    """The inputs of a product, as they are if they have no format."""
+def rounded(
+    problem: Problem, experts: Experts, role: str, rows: Float[Array, "R C"], work: Work | None = None
+) -> RoundedRows:
+    """The inputs of a product, as they are if they have no format: those of the first columns that it has.
+
+    `work`: each row is written to those of all its assignments. Values may have more columns, of zeros.
+    """
+    # Importing Pallas takes a second.
+    from jmx.pallas.mosaic_sm90 import round_rows
+
+    columns = experts.spec(role).shape[1]
     if problem.input_format is None:
-        return RoundedRows(rows, None)
-    return round_rows(rows, INPUT_FORMATS[problem.input_format], experts.input_scale(role))
+        assert work is None
+        return RoundedRows(rows[:, :columns], None)
+    format, scale = INPUT_FORMATS[problem.input_format], experts.input_scale(role)
+    if columns % ALIGNMENT == rows.shape[1] % ALIGNMENT == 0 and rows.size:
+        placed = {} if work is None else {"row_of": work.row_of, "num_rows": work.num_rows}
+        width = -(-columns // TILE) * TILE
+        return round_rows.round_rows(rows, format, scale, columns=columns, width=width, **placed)
+    given = rounded_inputs.round_rows(rows[:, :columns], format, scale)
+    if work is None:
+        return given
+    assert work.token_of_row is not None
+    return RoundedRows(grouped.take(given.values, work.token_of_row), given.take(work.token_of_row))
 
 
 def gate_and_up(h: Float[Array, "*lead tile_rows"], experts: Experts | Problem) -> tuple[Float[Array, "*lead I"], ...]:
@@ -46,9 +67,11 @@ def sorted_rows(
     from jmx.pallas.mosaic_sm90.act_order import ordered_rows
 
     assert work.token_of_row is not None
+    order = experts.merged().gate_up.order
+    if problem.input_format is not None and not problem.on_input and order is None and problem.num_routed is None:
+        return rounded(problem, experts, "gate_up", x, work)
     # Each token is rounded once, not each of its rows, unless these have their routing weights.
     given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
-    order = experts.merged().gate_up.order
     if order is None:
         if problem.num_routed is None:
             rows = place_rows.place(given.values, work.row_of, work.token_of_row)
@@ -57,7 +80,7 @@ def sorted_rows(
         rows = grouped.weigh(problem, rows, routing, work)
     else:
         users = expert_of_eight(routing, experts, work)
-        rows = ordered_rows(given.values, work.token_of_row, order, users)
+        rows = ordered_rows(given.values[:, : x.shape[1]], work.token_of_row, order, users)
         rows = grouped.weigh(problem, rows, routing, work)
     if problem.on_input:
         return rounded(problem, experts, "gate_up", rows)

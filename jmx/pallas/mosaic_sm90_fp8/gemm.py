@@ -12,7 +12,6 @@ from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
-from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.staging import swizzled_rows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
@@ -20,6 +19,7 @@ from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
+from jmx.pallas.sm90.row import WORDS
 from jmx.pallas.sm90.scheduler import Share, Start
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Int32

@@ -4,12 +4,7 @@ This is a separate kernel (`quantize`), or part of the kernel that multiplies (`
 memory (`quantize_row`) or to the SM's shared memory (`quantize_row_to_shared`). A warpgroup takes a row: it loads all
 of it at once, finds the largest magnitude (across warps through shared memory), then divides and rounds the values in
 registers. So a row takes little more than one round trip to memory, which matters for few rows. The bits are those of
-`jmx.numerics.input_formats.quantize`, except for NaN: quotients are IEEE's, and `cvt` rounds them.
-
-A quotient is computed from the correctly rounded reciprocal of the scale by two corrections. By a theorem of Markstein
-(IBM Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded quotient, unless a
-remainder underflows. So small scales and their dividends are multiplied by 2^64, which is exact; what underflows then
-rounds to zero. `div.rn` takes twice as many instructions, and a branch.
+`jmx.numerics.input_formats.quantize`, except for NaN: quotients are IEEE's (`sm90.row`), and `cvt` rounds them.
 """
 
 from typing import Any
@@ -19,15 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
-from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, round_row, stores_to_global, stores_to_shared
+from jmx.pallas.mosaic_sm90_fp8.quantize_row import round_row, stores_to_global, stores_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
 from jmx.pallas.sm90.launch import launch
-from jmx.pallas.sm90.mlir import address_of, constant, i32, i64, wide
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional
+from jmx.pallas.sm90.row import WORDS, places_of
 from jmx.util.typing import Array, Int32
 
 
@@ -73,7 +67,7 @@ def quantize_row(rows: InputRows, row: Int32[Array, ""], values: Ref, scales: Re
         static_scale: ir.Value | None,
     ) -> None:
         number = row.registers.item()
-        places = [number] if row_of is None else _row_of(row_of, number)
+        places = [number] if row_of is None else places_of(row_of, number)
         columns = rows.padded_columns
         stores = stores_to_global(values, scales, columns, places)
         round_row(rows, x, number, static_scale, warp_maxima, columns, *stores)
@@ -129,11 +123,3 @@ def quantize_row_to_shared(
         round_row(rows, x, row.registers.item(), static_scale, warp_maxima, all_units * UNIT_COLUMNS, *stores)
 
     body(row, place, first_unit, values, *refs)
-
-
-def _row_of(row_of: ir.Value, number: ir.Value) -> list[ir.Value]:
-    """The rows of the result for row `number` of x."""
-    _, places = ir.MemRefType(row_of.type).shape
-    first = arith.muli(wide(number), constant(places, i64()))
-    at = (arith.addi(first, constant(nth, i64())) for nth in range(places))
-    return [llvm.load(i32(), address_of(row_of, one, i32())) for one in at]
