@@ -72,9 +72,10 @@ class Triton:
         check(config, environment.compute_capability or _INTERPRETED)
 
     def tiling(self, problem: Problem, environment: Environment) -> Tiling:
-        block_m = tuning.config(self, problem, environment).config.block_m
+        config = tuning.config(self, problem, environment).config
+        block_m, narrows = config.block_m, config.narrow_m > 0
         ordered = "order" in FORMATS[problem.format].arrays
-        return Tiling(block_m, 0 if ordered else min(FEW_TOKENS, block_m))
+        return Tiling(block_m, 0 if ordered else min(FEW_TOKENS, block_m), whole=narrows, largest_first=narrows)
 
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment

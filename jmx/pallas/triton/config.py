@@ -28,6 +28,9 @@ class Config:
         products: products in a step: 4, each of every fourth column, or 1 of all columns, which takes more instructions
             to decode, but waits for the tensor cores once.
         split_k: parts of `down`'s columns that are summed separately.
+        narrow_m: blocks of at most so many rows have a tile of so many, in which a step takes less time, and all blocks
+            of an expert but its last have `block_m` rows; 0: all blocks have a tile of `block_m` rows, and those of an
+            expert are alike.
 
     Raises:
         ValueError: a value that no problem can run with.
@@ -40,6 +43,7 @@ class Config:
     num_stages: int
     products: int = 4
     split_k: int = 1
+    narrow_m: int = 0
 
     def __post_init__(self) -> None:
         # Tensor cores take 8 rows of x, and 16 columns in each of the four products of a step.
@@ -52,6 +56,9 @@ class Config:
         for name, high in (("num_stages", 8), ("split_k", 64)):
             if not 1 <= getattr(self, name) <= high:
                 raise ValueError(f"`{name}` (={getattr(self, name)}) must be in 1..{high}")
+        if self.narrow_m and self.narrow_m not in (1 << n for n in range(3, self.block_m.bit_length() - 1)):
+            most = self.block_m // 2
+            raise ValueError(f"`narrow_m` (={self.narrow_m}) must be 0 or a power of two in 8..{most} (half `block_m`)")
         if self.sums > MAX_SUMS:
             num_sums = self.block_m * self.block_n
             raise ValueError(

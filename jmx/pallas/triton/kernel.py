@@ -24,16 +24,29 @@ from jmx.util.typing import Array, Float, Float32
 def kernel(operands: Operands, out: Float[Any, "P R columns"], *, product: Product) -> None:
     """Computes one tile of one block; `operands` and `out` are references."""
     item = WorkItem.of_program(operands)
+    narrow = product.narrow
+    least = 0 if narrow is None else narrow.config.block_m
 
-    @pl.when(item.num_rows > 0)
+    @pl.when(item.num_rows > least)
     def _() -> None:
-        with jax.named_scope("prologue"):
-            rows = TileRows.of(operands, product, item)
-            mainloop = Mainloop.of(operands, product, item)
-        with jax.named_scope("mainloop"):
-            sums = mainloop.run(rows)
-        with jax.named_scope("epilogue"):
-            epilogue(operands, out, product, item, rows, sums)
+        tile(operands, out, product, item)
+
+    if narrow is not None:
+
+        @pl.when((item.num_rows > 0) & (item.num_rows <= least))
+        def _() -> None:
+            tile(operands, out, narrow, item)
+
+
+def tile(operands: Operands, out: Float[Any, "P R columns"], product: Product, item: WorkItem) -> None:
+    """Computes the tile of a work item."""
+    with jax.named_scope("prologue"):
+        rows = TileRows.of(operands, product, item)
+        mainloop = Mainloop.of(operands, product, item)
+    with jax.named_scope("mainloop"):
+        sums = mainloop.run(rows)
+    with jax.named_scope("epilogue"):
+        epilogue(operands, out, product, item, rows, sums)
 
 
 def epilogue(

@@ -1,6 +1,6 @@
 """One product of the layer, as the host describes it to the kernel: static configuration, and operands by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,13 @@ class Product:
     def num_parts(self) -> int:
         """Parts of K that are summed separately."""
         return 1 if self.permutes_columns else self.config.split_k
+
+    @property
+    def narrow(self) -> "Product | None":
+        """The same for blocks of few rows; None: they have the tile of all."""
+        if not self.config.narrow_m:
+            return None
+        return replace(self, config=replace(self.config, block_m=self.config.narrow_m, narrow_m=0))
 
     @property
     def permutes_columns(self) -> bool:
