@@ -28,6 +28,9 @@ GOOD = {"block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4, "num_stage
         ({"num_stages": 0}, "`num_stages` (=0) must be in 1..8"),
         ({"products": 2}, "`products` (=2) must be 1 or 4"),
         ({"split_k": 0}, "`split_k` (=0) must be in 1..64"),
+        ({"narrow_m": 4}, "`narrow_m` (=4) must be 0 or a power of two in 8..8 (half `block_m`)"),
+        ({"narrow_m": 16}, "`narrow_m` (=16) must be 0 or a power of two in 8..8 (half `block_m`)"),
+        ({"block_m": 64, "narrow_m": 24}, "`narrow_m` (=24) must be 0 or a power of two in 8..32 (half `block_m`)"),
         ({"block_m": 128, "block_n": 128}, "`num_warps` (=4) must be at least 8, so that a thread has at most 64 of"),
     ],
 )

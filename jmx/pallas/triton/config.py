@@ -28,9 +28,9 @@ class Config:
         products: products in a step: 4, each of every fourth column, or 1 of all columns, which takes more instructions
             to decode, but waits for the tensor cores once.
         split_k: parts of `down`'s columns that are summed separately.
-        narrow_m: blocks of at most so many rows have a tile of so many, in which a step takes less time, and all blocks
-            of an expert but its last have `block_m` rows; 0: all blocks have a tile of `block_m` rows, and those of an
-            expert are alike.
+        narrow_m: the least rows of a tile: a block's tile has `block_m`, or a half, a quarter, ... down to `narrow_m`,
+            if its rows fit, and all blocks of an expert but its last have `block_m` rows. 0: every tile has `block_m`,
+            and the blocks of an expert are alike.
 
     Raises:
         ValueError: a value that no problem can run with.

@@ -84,18 +84,32 @@ def _as_words(values: UInt8[Array, "E N n"]) -> Int16[Array, "E N words"]:
 
 
 def _call(*arrays: Array, structure: Any, product: Product) -> Float[Array, "P R columns"]:
-    config, operands = product.config, structure.unflatten(arrays)
+    operands = structure.unflatten(arrays)
+    tiles, out = product.tiles, None
+    for each, smaller in zip(tiles, [*tiles[1:], None], strict=True):
+        more_than = 0 if smaller is None else smaller.config.block_m
+        out = _launch(operands, out, each, more_than)
+    assert out is not None
+    return out
+
+
+def _launch(
+    operands: Operands, before: Float[Array, "P R columns"] | None, product: Product, more_than: int
+) -> Float[Array, "P R columns"]:
+    """The tiles of blocks of more than `more_than` rows, beside those that are there `before`."""
+    config = product.config
     out = product.out(operands.values.shape[1])
     parts, _, width = out.shape
     tiles = pl.cdiv(width, config.block_n // product.halves)
     return pl.pallas_call(
-        partial(kernel, product=product),
+        partial(kernel, product=product, more_than=more_than),
         out_shape=out,
         grid=(tiles, operands.blocks.experts.size, parts),  # the first varies fastest: a block's rows stay in L2
+        input_output_aliases={} if before is None else {len(jax.tree.leaves(operands)): 0},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=product.interpret,
         name=product.kernel_name,
-    )(operands)
+    )(operands, before)
 
 
 # A primitive, so that it is lowered without Pallas' warning.

@@ -21,32 +21,32 @@ from jmx.pallas.triton.tile import HALF_ROWS, TileRows, WorkItem, result_column
 from jmx.util.typing import Array, Float, Float32
 
 
-def kernel(operands: Operands, out: Float[Any, "P R columns"], *, product: Product) -> None:
-    """Computes one tile of one block; `operands` and `out` are references."""
+def kernel(
+    operands: Operands,
+    before: Float[Any, "P R columns"] | None,
+    out: Float[Any, "P R columns"],
+    *,
+    product: Product,
+    more_than: int,
+) -> None:
+    """Computes one tile of one block; `operands` and `out` are references.
+
+    Args:
+        before: `out` with what is there of other blocks; None: nothing is.
+        more_than: blocks of so many rows, and fewer, are left to another launch, and so are those of more than a tile.
+    """
+    del before
     item = WorkItem.of_program(operands)
-    narrow = product.narrow
-    least = 0 if narrow is None else narrow.config.block_m
 
-    @pl.when(item.num_rows > least)
+    @pl.when((item.num_rows > more_than) & (item.num_rows <= product.config.block_m))
     def _() -> None:
-        tile(operands, out, product, item)
-
-    if narrow is not None:
-
-        @pl.when((item.num_rows > 0) & (item.num_rows <= least))
-        def _() -> None:
-            tile(operands, out, narrow, item)
-
-
-def tile(operands: Operands, out: Float[Any, "P R columns"], product: Product, item: WorkItem) -> None:
-    """Computes the tile of a work item."""
-    with jax.named_scope("prologue"):
-        rows = TileRows.of(operands, product, item)
-        mainloop = Mainloop.of(operands, product, item)
-    with jax.named_scope("mainloop"):
-        sums = mainloop.run(rows)
-    with jax.named_scope("epilogue"):
-        epilogue(operands, out, product, item, rows, sums)
+        with jax.named_scope("prologue"):
+            rows = TileRows.of(operands, product, item)
+            mainloop = Mainloop.of(operands, product, item)
+        with jax.named_scope("mainloop"):
+            sums = mainloop.run(rows)
+        with jax.named_scope("epilogue"):
+            epilogue(operands, out, product, item, rows, sums)
 
 
 def epilogue(

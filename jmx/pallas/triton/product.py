@@ -47,11 +47,12 @@ class Product:
         return 1 if self.permutes_columns else self.config.split_k
 
     @property
-    def narrow(self) -> "Product | None":
-        """The same for blocks of few rows; None: they have the tile of all."""
-        if not self.config.narrow_m:
-            return None
-        return replace(self, config=replace(self.config, block_m=self.config.narrow_m, narrow_m=0))
+    def tiles(self) -> list["Product"]:
+        """The same for blocks of ever fewer rows, itself first."""
+        sizes, least = [self.config.block_m], self.config.narrow_m
+        while least and sizes[-1] > least:
+            sizes.append(sizes[-1] // 2)
+        return [replace(self, config=replace(self.config, block_m=size, narrow_m=0)) for size in sizes]
 
     @property
     def permutes_columns(self) -> bool:
