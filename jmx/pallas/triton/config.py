@@ -9,7 +9,8 @@ _MAX_REGISTERS = 304
 # Of a group of 32 weights, in the format with the most: a float32 scale and a zero point, or three 16-bit factors.
 _GROUP_BYTES = 6
 _GROUP_FACTORS = 3
-MAX_SUMS = 64  # float32 sums per thread: with 128, half of its 255 registers, ptxas spills
+MAX_SUMS = 128  # float32 sums per thread, half of its 255 registers
+_MAX_MMA_SUMS = 64  # the same for `mma`: with 128 ptxas spills
 # Bytes of shared memory available to a CTA, by compute capability (CUDA C++ Programming Guide, technical specifications
 # per compute capability: 100, 164 and 228 KiB, less the 1 KiB that the driver reserves).
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 7): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
@@ -89,7 +90,12 @@ class Config:
 
 
 def check(config: Config, capability: tuple[int, int]) -> None:
-    """Raises ValueError if the pipeline of `config` exceeds the shared memory of this compute capability."""
+    """Raises ValueError if `config` exceeds the registers or the shared memory of this compute capability."""
+    if config.sums > _MAX_MMA_SUMS and not is_wgmma(config, capability):
+        raise ValueError(
+            f"`num_warps` (={config.num_warps}) must be higher: {config!r} has {config.sums} sums a thread, and without "
+            f"`wgmma`, as on compute capability {capability}, it can have {_MAX_MMA_SUMS}"
+        )
     limit = SHARED_MEMORY[capability]
     if config.shared_memory > limit:
         raise ValueError(

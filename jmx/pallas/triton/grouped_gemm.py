@@ -18,7 +18,6 @@ from jax.interpreters import mlir
 from jmx.grouping import Blocks
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled
 from jmx.pallas.quiet import lower_quietly
-from jmx.pallas.triton.decode import packed_decoder
 from jmx.pallas.triton.kernel import kernel
 from jmx.pallas.triton.product import Operands, Product
 from jmx.pallas.triton.scale_codes import ScaleCodes
@@ -73,7 +72,6 @@ def grouped_product(
         params_of=params_of,
         row_scales=row_scales,
         bias=bias,
-        tables=packed_decoder(format, weight.scales.dtype).tables if product.config.products == 1 else (),
     )
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)

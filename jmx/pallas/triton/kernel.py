@@ -42,7 +42,7 @@ def kernel(
     def _() -> None:
         with jax.named_scope("prologue"):
             rows = TileRows.of(operands, product, item)
-            mainloop = Mainloop.of(operands, product, item)
+            mainloop = Mainloop(operands, product, item)
         with jax.named_scope("mainloop"):
             sums = mainloop.run(rows)
         with jax.named_scope("epilogue"):

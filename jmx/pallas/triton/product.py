@@ -81,7 +81,6 @@ class Operands(NamedTuple):
     `ids`, `block_ids`: the routing's ids of tokens, and the id of each block: only tokens with that id are computed.
     `codes`: `scales` as words.
     `params_of`: for each block, the index of its expert in `scales` and `zero_points`; None: the expert.
-    `tables`: those of the format's decoder.
     """
 
     blocks: Blocks
@@ -96,4 +95,3 @@ class Operands(NamedTuple):
     params_of: Int32[Any, " B"] | None
     row_scales: Float[Any, "E N"] | None
     bias: Float[Any, "E N"] | None
-    tables: tuple[Int32[Any, " _"], ...]
