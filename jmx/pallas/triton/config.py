@@ -73,6 +73,16 @@ class Config:
         return self.block_m * self.block_n // (32 * self.num_warps)
 
     @property
+    def tiles(self) -> list["Config"]:
+        """Those of blocks of ever fewer rows, itself first; with as many stages as its own shared memory holds."""
+        found: list[Config] = [replace(self, narrow_m=0)]
+        while self.narrow_m and found[-1].block_m > self.narrow_m:
+            narrower = replace(found[-1], block_m=found[-1].block_m // 2)
+            more = replace(narrower, num_stages=narrower.num_stages + 1)
+            found.append(more if more.shared_memory <= self.shared_memory else narrower)
+        return found
+
+    @property
     def weights(self) -> int:
         """Weights that a thread decodes in a step of the main loop."""
         return self.block_n * self.block_k // (32 * self.num_warps)
@@ -93,8 +103,8 @@ def check(config: Config, capability: tuple[int, int]) -> None:
     """Raises ValueError if `config` exceeds the registers or the shared memory of this compute capability."""
     if config.sums > _MAX_MMA_SUMS and not is_wgmma(config, capability):
         raise ValueError(
-            f"`num_warps` (={config.num_warps}) must be higher: {config!r} has {config.sums} sums a thread, and without "
-            f"`wgmma`, as on compute capability {capability}, it can have {_MAX_MMA_SUMS}"
+            f"`num_warps` (={config.num_warps}) must be higher: {config!r} has {config.sums} sums a thread, and "
+            f"without `wgmma`, as on compute capability {capability}, there is space for {_MAX_MMA_SUMS}"
         )
     limit = SHARED_MEMORY[capability]
     if config.shared_memory > limit:

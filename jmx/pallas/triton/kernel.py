@@ -28,15 +28,17 @@ def kernel(
     *,
     product: Product,
     more_than: int,
+    after_whole: bool,
 ) -> None:
     """Computes one tile of one block; `operands` and `out` are references.
 
     Args:
         before: `out` with what is there of other blocks; None: nothing is.
         more_than: blocks of so many rows, and fewer, are left to another launch, and so are those of more than a tile.
+        after_whole: as for `WorkItem.of_program`.
     """
     del before
-    item = WorkItem.of_program(operands)
+    item = WorkItem.of_program(operands, after_whole)
 
     @pl.when((item.num_rows > more_than) & (item.num_rows <= product.config.block_m))
     def _() -> None:

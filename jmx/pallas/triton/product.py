@@ -25,6 +25,8 @@ class Product:
         format: of the weight, with 4-bit elements.
         num_rows: rows of the result.
         activation: applied to the product plus bias; None: nothing, and K is split into `config.split_k` parts.
+        num_experts: E of the layer: at most so many blocks have fewer rows than `config.block_m`, where some have a
+            narrower tile.
         gate_up_order: one of `GATE_UP_ORDERS`, the order of gate and up in the weight's rows; None: no gate.
         interpret: whether Pallas interprets the kernel, on any platform, rather than compile it.
     """
@@ -33,6 +35,7 @@ class Product:
     format: Format
     num_rows: int
     activation: Activation | None = None
+    num_experts: int = 0
     gate_up_order: str | None = None
     interpret: bool = False
 
@@ -49,10 +52,7 @@ class Product:
     @property
     def tiles(self) -> list["Product"]:
         """The same for blocks of ever fewer rows, itself first."""
-        sizes, least = [self.config.block_m], self.config.narrow_m
-        while least and sizes[-1] > least:
-            sizes.append(sizes[-1] // 2)
-        return [replace(self, config=replace(self.config, block_m=size, narrow_m=0)) for size in sizes]
+        return [replace(self, config=config) for config in self.config.tiles]
 
     @property
     def permutes_columns(self) -> bool:
@@ -79,6 +79,7 @@ class Operands(NamedTuple):
 
     `row_of`: the row of x for each row of blocks; None: that row itself.
     `ids`, `block_ids`: the routing's ids of tokens, and the id of each block: only tokens with that id are computed.
+    `num_whole`: how many blocks, the first ones, have `block_m` rows; None where all tiles are alike.
     `codes`: `scales` as words.
     `params_of`: for each block, the index of its expert in `scales` and `zero_points`; None: the expert.
     """
@@ -88,6 +89,7 @@ class Operands(NamedTuple):
     row_of: Int32[Any, " R"] | None
     ids: Int32[Any, "T k"] | None
     block_ids: Int32[Any, " B"] | None
+    num_whole: Int32[Any, " 1"] | None
     values: Int16[Any, "E N words"]
     codes: ScaleCodes | None
     scales: Shaped[Any, "E N g"] | None
