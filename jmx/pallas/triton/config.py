@@ -130,6 +130,10 @@ def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
     return config.block_n >= 16 * config.num_warps and (is_wgmma(config, capability) or several or high)
 
 
+# With `wgmma`, two CTAs to an SM: one decodes while the other multiplies. Fewer rows, and more.
+_WGMMA = Config(64, 128, 128, 4, 3, products=1, narrow_m=16), Config(128, 128, 128, 4, 2, products=1, narrow_m=32)
+
+
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
     """A configuration for shapes without a table, from the average number of rows per expert."""
     assignments = num_tokens * top_k
@@ -142,12 +146,11 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
         return Config(16, 64, 256, 2, 3, products=4)
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
-    products = 1 if capability >= (9, 0) else 4  # Triton waits for each `wgmma`
-    if rows <= 40 and products == 1:
-        return Config(32, 128, 128, 4, 3, products)
+    if capability >= (9, 0):  # Triton waits for each `wgmma`, so there is one a step
+        return _WGMMA[0] if rows <= 64 else _WGMMA[1]
     if rows <= 48:
-        return Config(64, 128, 64, 4, 4, products)
-    return Config(128, 128, 64, 8, 3, products)
+        return Config(64, 128, 64, 4, 4)
+    return Config(128, 128, 64, 8, 3)
 
 
 # Of candidates: block_k, num_warps and num_stages for each block_n.
@@ -165,6 +168,9 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
     found = [first]
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
+    if first in _WGMMA:
+        found += [replace(tile, narrow_m=narrow) for tile in _WGMMA for narrow in (16, 32) if narrow < tile.block_m]
+        found = [*dict.fromkeys(found)]
     tiles = [(block_n, tile) for block_n, each in _TILES.items() for tile in each]
     for block_m, (block_n, tile), products in product(sorted(block_rows), tiles, (4, 1)):
         try:
