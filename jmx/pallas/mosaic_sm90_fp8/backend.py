@@ -98,8 +98,7 @@ class MosaicSm90Fp8(LimitedBackend):
     def tiling(self, problem: Problem, environment: Environment) -> Tiling:
         config = tuning.config(self, problem, environment).config
         whole = config.tokens_may_be_a and _shape(problem, environment).tokens_as_a
-        largest_first = config.block_n > ROW_ALIGNMENT
-        return Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT, whole, largest_first)
+        return Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT, whole)
 
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
