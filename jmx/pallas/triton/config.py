@@ -144,10 +144,10 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
         return Config(8, 64, 256, 2, 3, products=4)
     if rows <= 12:
         return Config(16, 64, 256, 2, 3, products=4)
+    if capability >= (9, 0):  # Triton waits for each `wgmma`, so there is one a step
+        return _WGMMA[0] if rows <= 48 else _WGMMA[1]
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
-    if capability >= (9, 0):  # Triton waits for each `wgmma`, so there is one a step
-        return _WGMMA[0] if rows <= 64 else _WGMMA[1]
     if rows <= 48:
         return Config(64, 128, 64, 4, 4)
     return Config(128, 128, 64, 8, 3)
