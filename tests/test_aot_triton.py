@@ -112,7 +112,7 @@ def compile_soundly(device, config, directory, function, *arguments):
     format, scales = arguments[-1].format, arguments[-1].gate_up.scales
     with tuning.override(ENGINE.name, config):
         compiled, kernels = aot.triton_kernels(device, directory, "jmx_grouped_product", function, *arguments)
-    assert len(kernels) == 2
+    assert len(kernels) == 2 * len(config.tiles)
     for kernel in kernels:
         assert kernel.shared_memory <= config.shared_memory, (config, kernel[:3])
         assert kernel.spilled <= SPILLED, (config, kernel[:3])

@@ -1,5 +1,6 @@
 """What can be tuned of `mosaic`: shared memory and registers, the heuristic at every size, and what is tried."""
 
+import dataclasses
 import itertools
 import re
 
@@ -9,6 +10,7 @@ import jmx
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import MAX_STAGES, Config, candidates, deepest, heuristic
 from jmx.pallas.sm90.config import SHARED_MEMORY
+from jmx.perf.shapes import MODELS
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
 TILES = (2048, 2176, 4096, 4864)  # bytes: of 4 and of 8 bits, with and without scales
@@ -127,3 +129,14 @@ def test_sums_and_what_else_there_is_fit_the_registers_of_a_launch():
         threads = 128 * (num_warpgroups + 1)
         assert threads * (config.max_block_n // 2 + 30) <= 65536
         assert 128 * (num_warpgroups * config.registers + 40) <= 65536  # as they are dealt out after the launch
+
+
+def test_stages_are_whole_where_four_tiles_divide_rows_and_three_do_not():
+    def of(hidden, intermediate, tokens=1024):
+        problem = MODELS["deepseek-v3"].problem(tokens, "packed")
+        problem = dataclasses.replace(problem, hidden_size=hidden, intermediate_size=intermediate)
+        return MosaicSm90().heuristic(problem, jmx.Environment.named("h200"))
+
+    assert (of(7168, 2048).k_tiles, of(7168, 2048).num_stages) == (4, 3)
+    assert of(7168, 2048, 256).k_tiles == 3  # few rows, where it makes no difference
+    assert of(7168, 768).k_tiles == of(7168, 2112).k_tiles == 3

@@ -243,6 +243,7 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
     [
         Config(16, 32, 64, 1, 1),
         Config(16, 32, 64, 4, 2, products=1, split_k=2),
+        Config(16, 32, 64, 1, 2, narrow_m=8),  # of some 25 rows an expert: 16, and some 9
         Config(16, 128, 128, 4, 3, split_k=3),  # of two steps, so that one part is empty
         Config(32, 64, 512, 4, 2),
         Config(64, 32, 64, 4, 2, products=1),

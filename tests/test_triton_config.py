@@ -28,7 +28,10 @@ GOOD = {"block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4, "num_stage
         ({"num_stages": 0}, "`num_stages` (=0) must be in 1..8"),
         ({"products": 2}, "`products` (=2) must be 1 or 4"),
         ({"split_k": 0}, "`split_k` (=0) must be in 1..64"),
-        ({"block_m": 128, "block_n": 128}, "`num_warps` (=4) must be at least 8, so that a thread has at most 64 of"),
+        ({"narrow_m": 4}, "`narrow_m` (=4) must be 0 or a power of two in 8..8 (half `block_m`)"),
+        ({"narrow_m": 16}, "`narrow_m` (=16) must be 0 or a power of two in 8..8 (half `block_m`)"),
+        ({"block_m": 64, "narrow_m": 24}, "`narrow_m` (=24) must be 0 or a power of two in 8..32 (half `block_m`)"),
+        ({"block_m": 128, "block_n": 256}, "`num_warps` (=4) must be at least 8, so that a thread has at most 128 of"),
     ],
 )
 def test_a_configuration_that_no_problem_can_run_with_cannot_be_made(change, message):
@@ -45,6 +48,12 @@ def test_shared_memory_is_that_of_the_machine():
     check(config, (8, 0))
     with pytest.raises(ValueError, match=re.escape("`num_stages` (=3) must be lower: ")):
         check(config, (8, 9))
+
+
+def test_a_thread_has_more_sums_where_wgmma_adds_them_up():
+    check(Config(128, 128, 128, 4, 2), (9, 0))
+    with pytest.raises(ValueError, match=re.escape("`num_warps` (=4) must be higher: ")):
+        check(Config(128, 128, 128, 4, 2), (8, 0))
 
 
 @pytest.mark.parametrize("num_experts", EXPERTS)

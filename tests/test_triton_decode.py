@@ -101,18 +101,14 @@ def registers(pairs):
     return pairs[..., 0] | pairs[..., 1] << 16
 
 
-def run_both(position, decoder, words, *factors):
-    """float64 (..., 2) of the kernel's PTX in both its forms, from words of 16 bits (..., 2) and 32 bits of factors."""
-    found = run_ptx(decoder.at[position], registers(words), *factors)
-    entries = [table[position * len(table) // 4] for table in decoder.tables]
-    of_any = run_ptx(decoder.at_any, registers(words), *factors, *np.repeat(entries, 2))
-    np.testing.assert_array_equal(of_any, found)
-    return halves(found)
+def run_at(position, decoder, words, *factors):
+    """float64 (..., 2) of the kernel's PTX, from words of 16 bits (..., 2) and 32 bits of factors."""
+    return halves(run_ptx(decoder[position], registers(words), *factors))
 
 
 def run_codes(position, format, words, codes):
     factor = run_ptx(kernel_ptx.FACTORS[format.scale_dtype], registers(codes.astype(np.uint16)))
-    return run_both(position, decoding.packed_decoder(format, jnp.uint8), words, factor)
+    return run_at(position, decoding.packed_decoder(format, jnp.uint8), words, factor)
 
 
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
@@ -146,7 +142,7 @@ def test_the_ptx_of_integers(position, name, dtype, rng):
     elif scales is not None:
         factors += decoding.split_scales(jnp.asarray(scales))
     decoder = decoding.packed_decoder(FORMATS[name], np.dtype(dtype))
-    found = run_both(position, decoder, words, *(registers(np.asarray(factor)) for factor in factors))
+    found = run_at(position, decoder, words, *(registers(np.asarray(factor)) for factor in factors))
     expected = integers_of(words, position, zero_points, scales)
     if scales is None:
         np.testing.assert_array_equal(found, expected)
@@ -177,20 +173,19 @@ def test_weights_of_all_positions_are_in_the_permuted_order(rng):
     words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
     arguments = jnp.asarray(words), GroupParams(jnp.asarray(codes), None), MXFP4, True
     whole = jnp.stack(decoding.decode_by_position(*arguments), axis=2).reshape(16, 128)
-    np.testing.assert_array_equal(decoding.decode_permuted(*arguments, []), decoding.permute_columns(whole))
+    np.testing.assert_array_equal(decoding.decode_permuted(*arguments), decoding.permute_columns(whole))
 
 
 def decode_on_gpu(words, groups, format, products):
     """float64 (N, 4 n), in the permuted order."""
-    tables = decoding.packed_decoder(format, jnp.uint8 if groups.scales is None else groups.scales.dtype).tables
-    arrays, structure = jax.tree.flatten((words, groups, tables))
+    arrays, structure = jax.tree.flatten((words, groups))
     rows, size = words.shape
 
     def kernel(*refs):
-        words, groups, tables = structure.unflatten([ref[...] for ref in refs[:-1]])
+        words, groups = structure.unflatten([ref[...] for ref in refs[:-1]])
         out = refs[-1]
         if products == 1:
-            plgpu.store(out.at[...], decoding.decode_permuted(words, groups, format, False, tables))
+            plgpu.store(out.at[...], decoding.decode_permuted(words, groups, format, False))
             return
         for position, weights in enumerate(decoding.decode_by_position(words, groups, format, False)):
             at = decoding.permuted_index(position, jnp.arange(size))[None, :]

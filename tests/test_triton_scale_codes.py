@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ptx import halves, run_ptx
-from test_triton_decode import every_code, registers, run_both, weights_of
+from test_triton_decode import every_code, registers, run_at, weights_of
 
 from jmx.numerics.formats import MXFP4, NVFP4
 from jmx.pallas.triton import decode, scale_codes
@@ -54,9 +54,9 @@ def test_the_ptx_of_every_selected_code(byte, rng):
 
 @pytest.mark.parametrize("position", range(4))
 def test_the_ptx_of_elements_with_scaled_factors(position, rng):
-    """In both forms, every element under every code below 128."""
+    """Every element under every code below 128."""
     words = np.repeat(every_code()[:128, :, None], 2, axis=2).view(np.uint16)
     codes = np.broadcast_to(CODES[:128, None, None], words.shape)
     factors = registers(np.asarray(2.0 ** (codes.astype(np.float64) - 1), ml_dtypes.bfloat16))
-    found = run_both(position, decode.packed_decoder(MXFP4, np.dtype(ml_dtypes.bfloat16)), words, factors)
+    found = run_at(position, decode.packed_decoder(MXFP4, np.dtype(ml_dtypes.bfloat16)), words, factors)
     np.testing.assert_array_equal(found, weights_of(words, codes.astype(np.uint8), position))

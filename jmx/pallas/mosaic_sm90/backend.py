@@ -25,7 +25,7 @@ from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas import own_rows
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic
+from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic, with_whole_stages
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
 from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
@@ -78,12 +78,12 @@ class MosaicSm90(LimitedBackend):
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
         sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
-        return heuristic(_tile_bytes(problem), *sizes)
+        tiles = -(-problem.hidden_size // TILE), -(-problem.intermediate_size // TILE)
+        return with_whole_stages(heuristic(_tile_bytes(problem), *sizes), _tile_bytes(problem), tiles)
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
-        del environment
         sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
-        return candidates(_tile_bytes(problem), *sizes)
+        return [*dict.fromkeys([self.heuristic(problem, environment), *candidates(_tile_bytes(problem), *sizes)])]
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del environment

@@ -9,6 +9,7 @@ from jmx.pallas.sm90.tiles import TILE
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # an upper bound for barriers, alignment and unused buffers
 _BY_EIGHT = 64  # rows of a block, above which the kernel is compiled for half as many widths
+_LEAST_OF_FOUR = 40  # rows of a block, from which stages of four tiles were faster than of three
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
 _OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator
@@ -108,6 +109,18 @@ def backward_config(tile_bytes: int, assignments: int, num_experts: int) -> Conf
         return deepest(tile_bytes, 192, 3, 1, k_tiles)
     block_n = -(-int(most) // 8) * 8
     return deepest(tile_bytes, block_n, 5 if block_n <= _MOST_OF_FIVE else 4, 1, 1 + k_tiles)
+
+
+def with_whole_stages(config: Config, tile_bytes: int, tiles: tuple[int, int]) -> Config:
+    """`config` with four tiles a stage instead of three if four divide the rows of both products, and three neither.
+
+    Args:
+        tiles: of a row of `gate_up` and of `down`.
+    """
+    thirds, fourths = (any(n % 3 == 0 for n in tiles), all(n % 4 == 0 for n in tiles))
+    if config.stage_tiles != 3 or config.block_n < _LEAST_OF_FOUR or thirds or not fourths:
+        return config
+    return deepest(tile_bytes, config.block_n, config.warpgroups_m, 1, 4)
 
 
 def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:

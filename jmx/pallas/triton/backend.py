@@ -72,9 +72,10 @@ class Triton:
         check(config, environment.compute_capability or _INTERPRETED)
 
     def tiling(self, problem: Problem, environment: Environment) -> Tiling:
-        block_m = tuning.config(self, problem, environment).config.block_m
+        config = tuning.config(self, problem, environment).config
+        block_m, narrows = config.block_m, config.narrow_m > 0
         ordered = "order" in FORMATS[problem.format].arrays
-        return Tiling(block_m, 0 if ordered else min(FEW_TOKENS, block_m))
+        return Tiling(block_m, 0 if ordered else min(FEW_TOKENS, block_m), whole=narrows, largest_first=narrows)
 
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
@@ -103,7 +104,8 @@ class Triton:
                 row_of = work.token_of_row
             blocks = grouped.of_stack(work.blocks, experts)
             gate_up = Product(
-                config, experts.format, work.num_rows, problem.activation, experts.gate_up_order, self.interpret
+                *(config, experts.format, work.num_rows, problem.activation),
+                *(problem.num_experts, experts.gate_up_order, self.interpret),
             )
             rows = permute_columns(rows.astype(jnp.bfloat16))
             (h,) = grouped_product(rows, row_of, users, merged.gate_up, merged.gate_up_bias, blocks, gate_up)
@@ -111,7 +113,7 @@ class Triton:
                 word, position = jnp.divmod(down_order[expert_of_row], WORD_ELEMENTS)
                 index = permuted_index(position, word)
                 h = permute_columns(jnp.take_along_axis(h, index, axis=1, mode="promise_in_bounds"))
-            down = Product(config, experts.format, work.num_rows, interpret=self.interpret)
+            down = dataclasses.replace(gate_up, activation=None, gate_up_order=None)
             blocks = blocks._replace(x_rows=blocks.out_rows)
             return grouped_product(h, None, users, merged.down, merged.down_bias, blocks, down)
 

@@ -9,7 +9,8 @@ _MAX_REGISTERS = 304
 # Of a group of 32 weights, in the format with the most: a float32 scale and a zero point, or three 16-bit factors.
 _GROUP_BYTES = 6
 _GROUP_FACTORS = 3
-MAX_SUMS = 64  # float32 sums per thread: with 128, half of its 255 registers, ptxas spills
+MAX_SUMS = 128  # float32 sums per thread, half of its 255 registers
+_MAX_MMA_SUMS = 64  # the same for `mma`: with 128 ptxas spills
 # Bytes of shared memory available to a CTA, by compute capability (CUDA C++ Programming Guide, technical specifications
 # per compute capability: 100, 164 and 228 KiB, less the 1 KiB that the driver reserves).
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 7): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
@@ -28,6 +29,9 @@ class Config:
         products: products in a step: 4, each of every fourth column, or 1 of all columns, which takes more instructions
             to decode, but waits for the tensor cores once.
         split_k: parts of `down`'s columns that are summed separately.
+        narrow_m: the least rows of a tile: a block's tile has `block_m`, or a half, a quarter, ... down to `narrow_m`,
+            if its rows fit, and all blocks of an expert but its last have `block_m` rows. 0: every tile has `block_m`,
+            and the blocks of an expert are alike.
 
     Raises:
         ValueError: a value that no problem can run with.
@@ -40,6 +44,7 @@ class Config:
     num_stages: int
     products: int = 4
     split_k: int = 1
+    narrow_m: int = 0
 
     def __post_init__(self) -> None:
         # Tensor cores take 8 rows of x, and 16 columns in each of the four products of a step.
@@ -52,6 +57,9 @@ class Config:
         for name, high in (("num_stages", 8), ("split_k", 64)):
             if not 1 <= getattr(self, name) <= high:
                 raise ValueError(f"`{name}` (={getattr(self, name)}) must be in 1..{high}")
+        if self.narrow_m and self.narrow_m not in (1 << n for n in range(3, self.block_m.bit_length() - 1)):
+            most = self.block_m // 2
+            raise ValueError(f"`narrow_m` (={self.narrow_m}) must be 0 or a power of two in 8..{most} (half `block_m`)")
         if self.sums > MAX_SUMS:
             num_sums = self.block_m * self.block_n
             raise ValueError(
@@ -63,6 +71,16 @@ class Config:
     def sums(self) -> int:
         """Float32 sums per thread."""
         return self.block_m * self.block_n // (32 * self.num_warps)
+
+    @property
+    def tiles(self) -> list["Config"]:
+        """Those of blocks of ever fewer rows, itself first; with as many stages as its own shared memory holds."""
+        found: list[Config] = [replace(self, narrow_m=0)]
+        while self.narrow_m and found[-1].block_m > self.narrow_m:
+            narrower = replace(found[-1], block_m=found[-1].block_m // 2)
+            more = replace(narrower, num_stages=narrower.num_stages + 1)
+            found.append(more if more.shared_memory <= self.shared_memory else narrower)
+        return found
 
     @property
     def weights(self) -> int:
@@ -82,7 +100,12 @@ class Config:
 
 
 def check(config: Config, capability: tuple[int, int]) -> None:
-    """Raises ValueError if the pipeline of `config` exceeds the shared memory of this compute capability."""
+    """Raises ValueError if `config` exceeds the registers or the shared memory of this compute capability."""
+    if config.sums > _MAX_MMA_SUMS and not is_wgmma(config, capability):
+        raise ValueError(
+            f"`num_warps` (={config.num_warps}) must be higher: {config!r} has {config.sums} sums a thread, and "
+            f"without `wgmma`, as on compute capability {capability}, there is space for {_MAX_MMA_SUMS}"
+        )
     limit = SHARED_MEMORY[capability]
     if config.shared_memory > limit:
         raise ValueError(
@@ -107,6 +130,10 @@ def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
     return config.block_n >= 16 * config.num_warps and (is_wgmma(config, capability) or several or high)
 
 
+# With `wgmma`, two CTAs to an SM: one decodes while the other multiplies. Fewer rows, and more.
+_WGMMA = Config(64, 128, 128, 4, 3, products=1, narrow_m=16), Config(128, 128, 128, 4, 2, products=1, narrow_m=32)
+
+
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
     """A configuration for shapes without a table, from the average number of rows per expert."""
     assignments = num_tokens * top_k
@@ -117,14 +144,13 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
         return Config(8, 64, 256, 2, 3, products=4)
     if rows <= 12:
         return Config(16, 64, 256, 2, 3, products=4)
+    if capability >= (9, 0):  # Triton waits for each `wgmma`, so there is one a step
+        return _WGMMA[0] if rows <= 48 else _WGMMA[1]
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
-    products = 1 if capability >= (9, 0) else 4  # Triton waits for each `wgmma`
-    if rows <= 40 and products == 1:
-        return Config(32, 128, 128, 4, 3, products)
     if rows <= 48:
-        return Config(64, 128, 64, 4, 4, products)
-    return Config(128, 128, 64, 8, 3, products)
+        return Config(64, 128, 64, 4, 4)
+    return Config(128, 128, 64, 8, 3)
 
 
 # Of candidates: block_k, num_warps and num_stages for each block_n.
@@ -142,6 +168,9 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
     found = [first]
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
+    if first in _WGMMA:
+        found += [replace(tile, narrow_m=narrow) for tile in _WGMMA for narrow in (16, 32) if narrow < tile.block_m]
+        found = [*dict.fromkeys(found)]
     tiles = [(block_n, tile) for block_n, each in _TILES.items() for tile in each]
     for block_m, (block_n, tile), products in product(sorted(block_rows), tiles, (4, 1)):
         try:

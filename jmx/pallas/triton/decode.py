@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jmx.numerics.formats import MXFP4, NVFP4, Format
-from jmx.pallas.triton.ptx import FACTORS, OFFSET, WORD_ELEMENTS, Decoder, decoder_for, num_factors
-from jmx.util.typing import AnyArray, Array, Bool, Float, Int8, Int16, Int32, Integer, Shaped
+from jmx.pallas.triton.ptx import FACTORS, OFFSET, WORD_ELEMENTS, decoder_for, num_factors
+from jmx.util.typing import AnyArray, Array, Bool, Float, Int8, Int16, Integer, Shaped
 
 RUN = 16  # words whose elements at one position are adjacent: the columns that a tensor core instruction takes
 CHUNK = WORD_ELEMENTS * RUN
@@ -51,8 +51,8 @@ def permuted_index(position: Any, word: Any) -> Any:
     return word // RUN * CHUNK + position * RUN + word % RUN
 
 
-def packed_decoder(format: Format, scale_dtype: Any) -> Decoder:
-    """The decoder of a packed weight with scales of `scale_dtype`, uint8 for codes."""
+def packed_decoder(format: Format, scale_dtype: Any) -> tuple[str, ...]:
+    """`decoder_for` a packed weight with scales of `scale_dtype`, uint8 for codes."""
     return decoder_for(format, format.scale_dtype if scale_dtype == jnp.uint8 else scale_dtype)
 
 
@@ -81,39 +81,21 @@ def decode_by_position(
         spread = GroupParams(*(None if array is None else _spread(array, words) for array in groups))
         return [_decode_interpreted(words, position, spread, format) for position in range(WORD_ELEMENTS)]
     factors = _factors(groups, words, format)
-    return [apply_ptx(text, words, *factors) for text in _decoder(groups, format).at]
+    return [apply_ptx(text, words, *factors) for text in _decoder(groups, format)]
 
 
 def decode_permuted(
-    words: Int16[Array, "N n"],
-    groups: GroupParams,
-    format: Format,
-    interpret: bool,
-    tables: list[Int32[Array, " _"]],
+    words: Int16[Array, "N n"], groups: GroupParams, format: Format, interpret: bool
 ) -> Float[Array, "N 4*n"]:
-    """`decode_by_position` of all positions in one array, bfloat16 (N, WORD_ELEMENTS * n), in the permuted order.
-
-    Args:
-        tables: those of the decoder, loaded: Triton moves changes of layout up to loads only.
-    """
-    if interpret:
-        positions = [weights.reshape(-1, RUN) for weights in decode_by_position(words, groups, format, interpret)]
-        return jnp.stack(positions, axis=1).reshape(words.shape[0], -1)
-    shape = (words.shape[0], words.shape[1] // RUN, WORD_ELEMENTS, RUN)
-
-    def of_words(array: Shaped[Array, "N n"]) -> Shaped[Array, "N columns"]:
-        return jnp.broadcast_to(array.reshape(*shape[:2], 1, RUN), shape).reshape(shape[0], -1)
-
-    def of_positions(array: Int32[Array, " entries"]) -> Int32[Array, "N columns"]:
-        repeats = WORD_ELEMENTS // array.size
-        array = jnp.broadcast_to(array[:, None], (array.size, repeats)).reshape(WORD_ELEMENTS)
-        return jnp.broadcast_to(array[None, None, :, None], shape).reshape(shape[0], -1)
-
-    arguments = [of_words(array) for array in (words, *_factors(groups, words, format))]
-    return apply_ptx(_decoder(groups, format).at_any, *arguments, *map(of_positions, tables))
+    """`decode_by_position` of all positions in one array, bfloat16 (N, WORD_ELEMENTS * n), in the permuted order."""
+    weights = decode_by_position(words, groups, format, interpret)
+    while len(weights) > 1:  # Triton joins two arrays at a time
+        weights = [jnp.stack(pair, axis=-1) for pair in zip(weights[::2], weights[1::2], strict=True)]
+    by_run = weights[0].reshape(words.shape[0], -1, RUN, 2, 2)  # a position's low bit, then its high one
+    return by_run.transpose(0, 1, 4, 3, 2).reshape(words.shape[0], -1)
 
 
-def _decoder(groups: GroupParams, format: Format) -> Decoder:
+def _decoder(groups: GroupParams, format: Format) -> tuple[str, ...]:
     return packed_decoder(format, format.scale_dtype if groups.scales is None else groups.scales.dtype)
 
 

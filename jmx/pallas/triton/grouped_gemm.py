@@ -18,7 +18,6 @@ from jax.interpreters import mlir
 from jmx.grouping import Blocks
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled
 from jmx.pallas.quiet import lower_quietly
-from jmx.pallas.triton.decode import packed_decoder
 from jmx.pallas.triton.kernel import kernel
 from jmx.pallas.triton.product import Operands, Product
 from jmx.pallas.triton.scale_codes import ScaleCodes
@@ -50,11 +49,12 @@ def grouped_product(
     Returns:
         `product.out(N)`.
     """
-    format, scales, zero_points, params_of = product.format, weight.scales, weight.zero_points, None
+    format, config = product.format, product.config
+    scales, zero_points, params_of = weight.scales, weight.zero_points, None
     row_scales = weight.global_scales
     if format.block_size == WHOLE_ROW:
         scales, row_scales = None, scales[..., 0]
-    codes = None if scales is None else ScaleCodes.of(scales, format, product.config.block_k)
+    codes = None if scales is None else ScaleCodes.of(scales, format, config.block_k)
     # Arrays of two-byte elements never overflow Pallas's offsets; single bytes do, so those of blocks are copied.
     if any(a is not None and a.dtype.itemsize == 1 and a.size > _MAX_INT32_BYTES for a in (scales, zero_points)):
         scales, zero_points = (None if a is None else a[blocks.experts] for a in (scales, zero_points))
@@ -66,6 +66,7 @@ def grouped_product(
         row_of=row_of,
         ids=ids,
         block_ids=block_ids,
+        num_whole=(blocks.counts >= config.block_m).sum(dtype=jnp.int32)[None] if config.narrow_m else None,
         values=_as_words(weight.values),
         codes=codes,
         scales=scales,
@@ -73,7 +74,6 @@ def grouped_product(
         params_of=params_of,
         row_scales=row_scales,
         bias=bias,
-        tables=packed_decoder(format, weight.scales.dtype).tables if product.config.products == 1 else (),
     )
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)
@@ -84,18 +84,37 @@ def _as_words(values: UInt8[Array, "E N n"]) -> Int16[Array, "E N words"]:
 
 
 def _call(*arrays: Array, structure: Any, product: Product) -> Float[Array, "P R columns"]:
-    config, operands = product.config, structure.unflatten(arrays)
+    operands = structure.unflatten(arrays)
+    tiles, out = product.tiles, None
+    for each, smaller in zip(tiles, [*tiles[1:], None], strict=True):
+        out = _launch(operands, out, each, 0 if smaller is None else smaller.config.block_m)
+    assert out is not None
+    return out
+
+
+def _launch(
+    operands: Operands, before: Float[Array, "P R columns"] | None, product: Product, more_than: int
+) -> Float[Array, "P R columns"]:
+    """The tiles of blocks of more than `more_than` rows, beside those that are there `before`.
+
+    The first launch has a CTA for a tile of every block, if only to find that there is none; others, whose blocks are
+    the last ones of experts, for as many blocks as there are experts.
+    """
+    config = product.config
     out = product.out(operands.values.shape[1])
     parts, _, width = out.shape
-    tiles = pl.cdiv(width, config.block_n // product.halves)
+    tiles, blocks = pl.cdiv(width, config.block_n // product.halves), operands.blocks.experts.size
+    if before is not None:
+        blocks = min(blocks, product.num_experts)
     return pl.pallas_call(
-        partial(kernel, product=product),
+        partial(kernel, product=product, more_than=more_than, after_whole=before is not None),
         out_shape=out,
-        grid=(tiles, operands.blocks.experts.size, parts),  # the first varies fastest: a block's rows stay in L2
+        grid=(tiles, blocks, parts),  # the first varies fastest: a block's rows stay in L2
+        input_output_aliases={} if before is None else {len(jax.tree.leaves(operands)): 0},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=product.interpret,
         name=product.kernel_name,
-    )(operands)
+    )(operands, before)
 
 
 # A primitive, so that it is lowered without Pallas' warning.

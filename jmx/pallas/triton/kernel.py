@@ -21,15 +21,30 @@ from jmx.pallas.triton.tile import HALF_ROWS, TileRows, WorkItem, result_column
 from jmx.util.typing import Array, Float, Float32
 
 
-def kernel(operands: Operands, out: Float[Any, "P R columns"], *, product: Product) -> None:
-    """Computes one tile of one block; `operands` and `out` are references."""
-    item = WorkItem.of_program(operands)
+def kernel(
+    operands: Operands,
+    before: Float[Any, "P R columns"] | None,
+    out: Float[Any, "P R columns"],
+    *,
+    product: Product,
+    more_than: int,
+    after_whole: bool,
+) -> None:
+    """Computes one tile of one block; `operands` and `out` are references.
 
-    @pl.when(item.num_rows > 0)
+    Args:
+        before: `out` with what is there of other blocks; None: nothing is.
+        more_than: blocks of so many rows, and fewer, are left to another launch, and so are those of more than a tile.
+        after_whole: as for `WorkItem.of_program`.
+    """
+    del before
+    item = WorkItem.of_program(operands, after_whole)
+
+    @pl.when((item.num_rows > more_than) & (item.num_rows <= product.config.block_m))
     def _() -> None:
         with jax.named_scope("prologue"):
             rows = TileRows.of(operands, product, item)
-            mainloop = Mainloop.of(operands, product, item)
+            mainloop = Mainloop(operands, product, item)
         with jax.named_scope("mainloop"):
             sums = mainloop.run(rows)
         with jax.named_scope("epilogue"):

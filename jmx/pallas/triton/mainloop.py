@@ -37,18 +37,11 @@ class Mainloop:
         operands: references.
         product: static.
         item: the work item.
-        tables: those of the format's decoder, loaded.
     """
 
     operands: Operands
     product: Product
     item: WorkItem
-    tables: list[Int32[Array, " _"]]
-
-    @classmethod
-    def of(cls, operands: Operands, product: Product, item: WorkItem) -> "Mainloop":
-        tables = [plgpu.load(table.at[jnp.arange(table.size)]) for table in operands.tables]
-        return cls(operands, product, item, tables)
 
     @property
     def step_words(self) -> int:
@@ -139,7 +132,7 @@ class Mainloop:
         mask = rows.weight_mask[:, None] & (word < values.shape[2])[None, :]
         words = plgpu.load(values.at[self.item.expert, rows.weight[:, None], word[None, :]], mask=mask, other=0)
         if config.products == 1:
-            weights = [decode_permuted(words, groups, format, interpret, self.tables)]
+            weights = [decode_permuted(words, groups, format, interpret)]
             indices = [step * config.block_k + jnp.arange(config.block_k)]
         else:
             weights = decode_by_position(words, groups, format, interpret)

@@ -1,6 +1,6 @@
 """One product of the layer, as the host describes it to the kernel: static configuration, and operands by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,8 @@ class Product:
         format: of the weight, with 4-bit elements.
         num_rows: rows of the result.
         activation: applied to the product plus bias; None: nothing, and K is split into `config.split_k` parts.
+        num_experts: E of the layer: at most so many blocks have fewer rows than `config.block_m`, where some have a
+            narrower tile.
         gate_up_order: one of `GATE_UP_ORDERS`, the order of gate and up in the weight's rows; None: no gate.
         interpret: whether Pallas interprets the kernel, on any platform, rather than compile it.
     """
@@ -33,6 +35,7 @@ class Product:
     format: Format
     num_rows: int
     activation: Activation | None = None
+    num_experts: int = 0
     gate_up_order: str | None = None
     interpret: bool = False
 
@@ -45,6 +48,11 @@ class Product:
     def num_parts(self) -> int:
         """Parts of K that are summed separately."""
         return 1 if self.permutes_columns else self.config.split_k
+
+    @property
+    def tiles(self) -> list["Product"]:
+        """The same for blocks of ever fewer rows, itself first."""
+        return [replace(self, config=config) for config in self.config.tiles]
 
     @property
     def permutes_columns(self) -> bool:
@@ -71,9 +79,9 @@ class Operands(NamedTuple):
 
     `row_of`: the row of x for each row of blocks; None: that row itself.
     `ids`, `block_ids`: the routing's ids of tokens, and the id of each block: only tokens with that id are computed.
+    `num_whole`: how many blocks, the first ones, have `block_m` rows; None where all tiles are alike.
     `codes`: `scales` as words.
     `params_of`: for each block, the index of its expert in `scales` and `zero_points`; None: the expert.
-    `tables`: those of the format's decoder.
     """
 
     blocks: Blocks
@@ -81,6 +89,7 @@ class Operands(NamedTuple):
     row_of: Int32[Any, " R"] | None
     ids: Int32[Any, "T k"] | None
     block_ids: Int32[Any, " B"] | None
+    num_whole: Int32[Any, " 1"] | None
     values: Int16[Any, "E N words"]
     codes: ScaleCodes | None
     scales: Shaped[Any, "E N g"] | None
@@ -88,4 +97,3 @@ class Operands(NamedTuple):
     params_of: Int32[Any, " B"] | None
     row_scales: Float[Any, "E N"] | None
     bias: Float[Any, "E N"] | None
-    tables: tuple[Int32[Any, " _"], ...]

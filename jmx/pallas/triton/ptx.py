@@ -2,11 +2,8 @@
 
 A word holds four elements, at *positions* 0 to 3. One text decodes the elements at one position of both words and
 multiplies them by their *factors*: scales and offsets of zero points, one per group of elements. Its operands are the
-words, then the factors (16 bits each, so one register holds those of both words). The text for any position also takes
-the entries of `Decoder.tables` for that position: 32 bits, so one register per word.
+words, then the factors (16 bits each, so one register holds those of both words).
 """
-
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +20,10 @@ _E2M1_MASK = 0x81C081C0
 _UNIT = 0x7E807E80  # 2^126, twice; the product is normal, and multiplying it by a power of two is exact
 
 # In an element the sign is next to the exponent; in bfloat16 it is seven bits above. So signs are first moved six bits
-# up, into bits of elements at other positions: signs of positions 0 and 1 to those of 2 and 3, and vice versa. SIGNS
+# up, into bits of elements at other positions: signs of positions 0 and 1 to those of 2 and 3, and vice versa. _SIGNS
 # masks them there, for either two positions. One rotation then aligns both the element and its sign.
-SIGNS = np.array([0x22002200, 0x00220022], np.int32)
-ROTATIONS = np.array([6, 2, 30, 26], np.int32)
+_SIGNS = 0x22002200, 0x00220022
+_ROTATIONS = 6, 2, 30, 26
 
 # The factors of the two scale codes in $1, by the dtype of scales. e8m0: the powers of two; 2^-127, code 0, is the only
 # subnormal one. e4m3: moved to bfloat16's exponent and mantissa, the bits of a code are 2^-120 times its value.
@@ -51,26 +48,11 @@ SCALED_FACTORS = (
 _INT4_MASK = "0x000F000F"
 _INT4_SIGNS = "0x43084308"
 OFFSET = 0xC308  # bits of -(128 + 8); the lowest bit is worth 1, so a zero point is subtracted from them as an integer
-SHIFTS = np.array([0, 4, 8, 12], np.int32)
+_SHIFTS = 0, 4, 8, 12
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """How the elements of a format become weights.
-
-    Args:
-        at: PTX for each position.
-        at_any: PTX for any position.
-        tables: int32, what `at_any` takes after the factors: entries for each position, or for each two positions.
-    """
-
-    at: tuple[str, ...]
-    at_any: str
-    tables: tuple[np.ndarray, ...]
-
-
-def decoder_for(format: Format, scale_dtype: np.dtype) -> Decoder:
-    """The decoder of a 4-bit format whose scales, unpacked, are of `scale_dtype`.
+def decoder_for(format: Format, scale_dtype: np.dtype) -> tuple[str, ...]:
+    """PTX for each position of a 4-bit format whose scales, unpacked, are of `scale_dtype`.
 
     For e2m1 elements `scale_dtype` bfloat16 means that factors are those of SCALED_FACTORS; no format of FORMAT_NAMES
     has such elements with scales in bfloat16.
@@ -87,32 +69,22 @@ def num_factors(format: Format, scale_dtype: np.dtype) -> int:
     return 1 if np.dtype(scale_dtype).itemsize == 1 or scale_dtype == jnp.bfloat16 else 2
 
 
-def _e2m1(signs: str, rotate: str, scaled: bool) -> str:
+def _e2m1(position: int, scaled: bool) -> str:
+    """Small rotations to the left are shifts, for which an SM has more units."""
+    signs, rotation = _SIGNS[position // 2], _ROTATIONS[position]
+    rotate = f"shl.b32 t, t, {rotation}" if rotation <= 6 else f"shf.l.wrap.b32 t, t, t, {rotation}"
     unit = "" if scaled else "fma.rn.bf16x2 t, t, unit, none; "
     return (
         f"{{ .reg .b32 t, unit, none; mov.b32 unit, {_UNIT:#x}; mov.b32 none, {_MINUS_ZERO}; "
-        f"shf.l.wrap.b32 t, $1, $1, 6; lop3.b32 t, t, $1, {signs}, 0xE4; {rotate}; and.b32 t, t, {_E2M1_MASK:#x}; "
+        f"shf.l.wrap.b32 t, $1, $1, 6; lop3.b32 t, t, $1, {signs:#x}, 0xE4; {rotate}; and.b32 t, t, {_E2M1_MASK:#x}; "
         f"{unit}fma.rn.bf16x2 $0, t, $2, none; }}"
     )
 
 
-def _e2m1_at(position: int, scaled: bool) -> str:
-    """Small rotations to the left are shifts, for which an SM has more units."""
-    rotation = ROTATIONS[position]
-    rotate = f"shl.b32 t, t, {rotation}" if rotation <= 6 else f"shf.l.wrap.b32 t, t, t, {rotation}"
-    return _e2m1(f"{SIGNS[position // 2]:#x}", rotate, scaled)
+_E2M1, _E2M1_SCALED = (tuple(_e2m1(position, scaled) for position in range(WORD_ELEMENTS)) for scaled in (False, True))
 
 
-def _e2m1_decoder(scaled: bool) -> Decoder:
-    """For any position, $3 and $4 are entries of SIGNS, $5 and $6 of ROTATIONS, one per word."""
-    at = tuple(_e2m1_at(position, scaled) for position in range(WORD_ELEMENTS))
-    return Decoder(at, _e2m1("$3", "shf.l.wrap.b32 t, t, t, $5", scaled), (SIGNS, ROTATIONS))
-
-
-_E2M1, _E2M1_SCALED = (_e2m1_decoder(scaled) for scaled in (False, True))
-
-
-def _int4(shift: str, zero_points: bool, factors: int) -> str:
+def _int4(shift: int, zero_points: bool, factors: int) -> str:
     """The difference is an integer, and exact. The larger of two factors multiplies last, so rounding happens once."""
     offset = "$2" if zero_points else f"{OFFSET << 16 | OFFSET:#x}"
     first = 3 if zero_points else 2
@@ -128,14 +100,10 @@ def _int4(shift: str, zero_points: bool, factors: int) -> str:
     )
 
 
-def _int4_decoder(zero_points: bool, factors: int) -> Decoder:
-    entry = f"${2 + zero_points + factors}"
-    at = tuple(_int4(str(shift), zero_points, factors) for shift in SHIFTS)
-    return Decoder(at, _int4(entry, zero_points, factors), (SHIFTS,))
-
-
 _INT4 = {
-    (zero_points, factors): _int4_decoder(zero_points, factors) for zero_points in (False, True) for factors in range(3)
+    (zero_points, factors): tuple(_int4(shift, zero_points, factors) for shift in _SHIFTS)
+    for zero_points in (False, True)
+    for factors in range(3)
 }
 
 # Formats of 4-bit elements. Elements of 8 bits would need other instructions and twice the bandwidth. `decode` handles

@@ -28,10 +28,18 @@ class WorkItem(NamedTuple):
     num_rows: Int32[Array, ""]
 
     @classmethod
-    def of_program(cls, operands: Operands) -> "WorkItem":
-        """That of the running program of the grid (tiles, blocks, parts)."""
+    def of_program(cls, operands: Operands, after_whole: bool) -> "WorkItem":
+        """That of the running program of the grid (tiles, blocks, parts).
+
+        `after_whole`: whether its blocks are those after `operands.num_whole`; there may be fewer than the grid has.
+        """
         tile, block, part = (pl.program_id(axis) for axis in range(3))
-        expert, num_rows = operands.blocks.experts[block], operands.blocks.counts[block]
+        number, there = operands.blocks.experts.shape[0], True
+        if after_whole:
+            assert operands.num_whole is not None
+            block += operands.num_whole[0]
+            block, there = jnp.minimum(block, number - 1), block < number
+        expert, num_rows = operands.blocks.experts[block], jnp.where(there, operands.blocks.counts[block], 0)
         params_index = expert if operands.params_of is None else operands.params_of[block]
         return cls(tile, block, part, expert, params_index, num_rows)
 
