@@ -199,6 +199,7 @@ def rounded_rows(x, format, static_scale, *, columns, width, row_of=None, num_ro
     values, scales = np.pad(np.asarray(given.values), ((0, 0), (0, width - columns))), given.scales
     if row_of is None:
         return RoundedRows(jnp.asarray(values), scales)
+    assert num_rows is not None
     row_of = np.asarray(row_of)
     at, of = row_of[row_of >= 0], np.nonzero(row_of >= 0)[0]
     placed = np.full((num_rows, width), np.nan, values.dtype)

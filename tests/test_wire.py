@@ -150,7 +150,7 @@ def test_calls_know_their_wire() -> None:
 def test_codes_go_over_the_links_when_compiled_for_two_gpus(
     format: str, input_format: str, exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernels for FP8: codes, magnitudes and routing in one collective, and nothing before or after it."""
+    """With the kernels for FP8: codes, magnitudes, and logits or routing, in one collective, and no other."""
     monkeypatch.setattr(wire, "LEAST_SAVED", 1)
     jax.clear_caches()
     mesh = aot.mesh_of("h200", 2)
@@ -172,8 +172,10 @@ def test_codes_go_over_the_links_when_compiled_for_two_gpus(
     arguments = jax.tree.map(described, (jnp.zeros((128, 512), jnp.bfloat16), jnp.zeros((128, E)), experts))
     text = jax.jit(call).lower(*arguments).compile().as_text() or ""
     kinds = r"all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute"
-    found = re.findall(rf"= (\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text)
-    there = Wire(INPUT_FORMATS[input_format], 512).token_bytes + 2 * 8
+    operand = r"\(\(\w+\[[\d,]*\]\S*\), "  # in front of the result of what XLA starts
+    found = re.findall(rf"= (?:{operand})?(\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text)
+    routed = 4 * E if exchange == "gather" else 2 * 8  # bytes of a token's logits, or of its ids and weights
+    there = Wire(INPUT_FORMATS[input_format], 512).token_bytes + routed
     kind, rows, back = ("all-gather", 128, 64) if exchange == "gather" else ("all-to-all", 128, 128)
     assert [*found] == [
         (f"u16[{rows},{there // 2}]", kind),
