@@ -52,6 +52,11 @@ class Config(BaseConfig):
         return self.warpgroups_m * TILE
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of rows that `product` copies at once."""
+        return tuple(width for width in (8, 16, 32, 64, 128, 192) if width <= self.block_m)
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of one stage."""
         return (self.block_m + self.block_n) * TILE * ITEM_BYTES

@@ -11,23 +11,20 @@ transposed on their way to shared memory, from where TMA copies them while the n
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import FITTED, ROW_ALIGNMENT, Groups, RowBlocks, Schedule
+from jmx.pallas.float_sm90.blocks import FITTED, ROW_ALIGNMENT, Groups, RowBlocks
 from jmx.pallas.float_sm90.config import BUFFERS, FittedConfig, Launch
+from jmx.pallas.float_sm90.rows_kernel import RowsKernel
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, transpose
-from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
+from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.pipeline import Pipeline
-from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float, Int32
 
@@ -47,26 +44,12 @@ def product(
 
     Up to 7 rows after those of a group are written, too.
     """
-    config, num_cores = its.config, its.num_cores
+    config = its.config
     assert isinstance(config, FittedConfig)
-    num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
-    blocks = RowBlocks.fitted(groups, num_rows, config.block_n)
+    blocks = RowBlocks.fitted(groups, len(rows), config.block_n)
     blocks = blocks._replace(groups=blocks.groups + first)
-    schedule = Schedule(-(-columns // config.block_m), config.section)
-
-    def body(rows: Ref, weights: Ref, blocks: RowBlocks, out: Ref, *, shared: SharedMemory) -> None:
-        num_blocks = blocks.number[0]
-        share = Share.of(
-            Share.begin(lax.axis_index("core")), schedule.num_items(num_blocks), rows.shape[1] // TILE, num_cores
-        )
-        kernel = _Kernel(rows, weights, out, blocks, num_blocks, schedule, share, config, shared, transposed)
-        warpgroup = lax.axis_index("warpgroup")
-        specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_weights, kernel.copy_rows)
-
-    name = "float_fitted_transposed" if transposed else "float_fitted"
-    outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
     shared = SharedMemory.of(config, rows.dtype, its.dtype, transposed=transposed)
-    return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
+    return _Kernel.launch("float_fitted", (rows, weights, blocks), its, config.block_m, shared, transposed=transposed)
 
 
 class SharedMemory(NamedTuple):
@@ -96,42 +79,8 @@ class SharedMemory(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class _Kernel:
+class _Kernel(RowsKernel):
     """What all warps of the kernel know."""
-
-    rows: Ref
-    weights: Ref
-    out: Ref
-    blocks: RowBlocks
-    num_blocks: Scalar
-    schedule: Schedule
-    share: Share
-    config: FittedConfig
-    shared: SharedMemory
-    transposed: bool
-
-    @property
-    def pipeline(self) -> Pipeline:
-        return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
-
-    def position(self, turn: Scalar) -> tuple[Scalar, Scalar]:
-        return self.schedule.position(self.share.item(turn), self.num_blocks)
-
-    def _produce(self, prologue: Callable[[Scalar, Scalar], Callable[[Scalar, Scalar], None]]) -> None:
-        """Fills the stages of all items; `prologue` takes an item's blocks of rows and columns, see `Pipeline`."""
-        pipeline, share = self.pipeline, self.share
-
-        def of_turn(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
-            fill = prologue(*self.position(turn))
-
-            def acquired(step: Scalar, slot: Scalar) -> None:
-                pipeline.acquire(slot, share.stage(turn, step))
-                fill(step, slot)
-
-            return acquired
-
-        pipeline.produce(share, of_turn)
 
     def copy_weights(self) -> None:
         """Copies weights, of each warpgroup its own; past their end TMA writes zeros."""
@@ -149,27 +98,7 @@ class _Kernel:
 
             return fill
 
-        self._produce(prologue)
-
-    def copy_rows(self) -> None:
-        """Copies the rows of a block, rounded up to one of a few numbers; what is behind them is not stored."""
-        blocks = self.blocks
-
-        def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
-            del column
-            first, end = blocks.rows.aligned[block], blocks.rows.ends[block]
-            aligned = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
-
-            def fill(step: Scalar, slot: Scalar) -> None:
-                def copy(width: int) -> None:
-                    source = self.rows.at[pl.ds(aligned, width), pl.ds(step * TILE, TILE)]
-                    self.pipeline.copy(source, self.shared.rows.at[slot, pl.ds(0, width)], slot)
-
-                for_width(self.config.widths, end - first, copy)
-
-            return fill
-
-        self._produce(prologue)
+        self.produce(prologue)
 
     def consume(self, warpgroup: Scalar) -> None:
         """Computes the half tiles of a consumer warpgroup."""
@@ -192,22 +121,14 @@ class _Kernel:
         plgpu.wait_smem_to_gmem(0)
 
     def _sum(self, turn: Scalar, warpgroup: Scalar, width: int, acc: Ref) -> Array:
-        """The sum of a work item's products. A stage is released when the product after it has begun."""
-        pipeline, share, shared = self.pipeline, self.share, self.shared
+        """The sum of a work item's products."""
 
-        def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            slot, before = slots
-            pipeline.wait(slot)
-            weights, rows = shared.weights.at[slot, warpgroup], shared.rows.at[slot, pl.ds(0, width)]
+        def product(slot: Scalar) -> None:
+            weights = self.shared.weights.at[slot, warpgroup]
+            rows = self.shared.rows.at[slot, pl.ds(0, width)]
             plgpu.wgmma(acc, weights.transpose((1, 0)) if self.transposed else weights, rows.transpose((1, 0)))
-            plgpu.wgmma_wait(1)
-            pl.when(step > 0)(lambda: pipeline.release(before))
-            return pipeline.next_slot(slot), slot
 
-        slot = pipeline.first_slot(share, turn)
-        _, last = lax.fori_loop(0, share.item_stages, stage, (slot, slot))
-        plgpu.wgmma_wait(0)
-        pipeline.release(last)
+        self.multiply(turn, product)
         return acc[...]
 
     def _store(self, sums: Array, warpgroup: Scalar, first: Scalar, count: Scalar, column: Scalar) -> None:

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
 from jmx.pallas.float_sm90.config import Config, Launch
+from jmx.pallas.float_sm90.rows_kernel import multiply_stages
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, buffers, keep_rows, send, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
@@ -191,13 +192,11 @@ class _Kernel:
         send(self.shared.results.at[warpgroup], acc, copy)
 
     def _sum(self, warpgroup: Scalar, group: Scalar, count: Scalar, slot: Scalar, acc: Ref) -> Array:
-        """The sum of a work item's products. A stage is released when the product after it has begun."""
-        pipeline, shared = self.pipeline, self.shared
+        """The sum of a work item's products."""
+        shared = self.shared
         aligned, start, end = (array[group] for array in self.groups)
 
-        def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            slot, before = slots
-            pipeline.wait(slot)
+        def product(step: Scalar, slot: Scalar) -> None:
             d, rows = shared.d.at[slot, warpgroup], shared.rows.at[slot]
             first = aligned + step * TILE
             inside = start - first, end - first
@@ -205,11 +204,7 @@ class _Kernel:
             pl.when((inside[0] > 0) | (inside[1] < TILE))(lambda: keep_rows((d, rows), *inside))
 
             plgpu.wgmma(acc, d.transpose((1, 0)), rows)
-            plgpu.wgmma_wait(1)
-            pl.when(step > 0)(lambda: pipeline.release(before))
-            return pipeline.next_slot(slot), slot
 
-        _, last = lax.fori_loop(0, count, stage, (slot, slot))
-        plgpu.wgmma_wait(0)
-        pl.when(count > 0)(lambda: pipeline.release(last))
+        last = multiply_stages(self.pipeline, slot, count, product)
+        pl.when(count > 0)(lambda: self.pipeline.release(last))
         return acc[...]

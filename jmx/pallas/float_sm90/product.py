@@ -10,24 +10,19 @@ weights that CTAs read at the same time stay in L2, and are read from memory onc
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90 import fitted
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups, RowBlocks, Schedule
+from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
 from jmx.pallas.float_sm90.config import Config, FittedConfig, Launch
+from jmx.pallas.float_sm90.rows_kernel import RowsKernel
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
-from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.pipeline import Pipeline
-from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float, Int32
 
@@ -53,25 +48,11 @@ def product(
     """
     if isinstance(its.config, FittedConfig):
         return fitted.product(rows, weights, groups, its, transposed=transposed, first=first)
-    config, num_cores = its.config, its.num_cores
-    num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
-    blocks = RowBlocks.of(groups, num_rows, config.block_m)
+    config = its.config
+    blocks = RowBlocks.of(groups, len(rows), config.block_m)
     blocks = blocks._replace(groups=blocks.groups + first)
-    schedule = Schedule(-(-columns // config.block_n), config.section)
-
-    def body(rows: Ref, weights: Ref, blocks: RowBlocks, out: Ref, *, shared: SharedMemory) -> None:
-        num_blocks = blocks.number[0]
-        share = Share.of(
-            Share.begin(lax.axis_index("core")), schedule.num_items(num_blocks), rows.shape[1] // TILE, num_cores
-        )
-        kernel = _Kernel(rows, weights, out, blocks, num_blocks, schedule, share, config, shared, transposed)
-        warpgroup = lax.axis_index("warpgroup")
-        specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_weights, kernel.copy_rows)
-
-    name = "float_transposed" if transposed else "float"
-    outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
     shared = SharedMemory.of(config, rows.dtype, transposed=transposed)
-    return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
+    return _Kernel.launch("float", (rows, weights, blocks), its, config.block_n, shared, transposed=transposed)
 
 
 class SharedMemory(NamedTuple):
@@ -98,46 +79,13 @@ class SharedMemory(NamedTuple):
             plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
         )
 
-    def pipeline(self, config: Config) -> Pipeline:
-        return Pipeline(self.full_barriers, self.empty_barriers, config.num_stages)
 
-
-@dataclass(frozen=True)
-class _Kernel:
+class _Kernel(RowsKernel):
     """What all warps of the kernel know."""
-
-    rows: Ref
-    weights: Ref
-    out: Ref
-    blocks: RowBlocks
-    num_blocks: Scalar
-    schedule: Schedule
-    share: Share
-    config: Config
-    shared: SharedMemory
-    transposed: bool
-
-    def position(self, turn: Scalar) -> tuple[Scalar, Scalar]:
-        return self.schedule.position(self.share.item(turn), self.num_blocks)
-
-    def _produce(self, prologue: Callable[[Scalar, Scalar], Callable[[Scalar, Scalar], None]]) -> None:
-        """Fills the stages of all items; `prologue` takes an item's blocks of rows and columns, see `Pipeline`."""
-        pipeline, share = self.shared.pipeline(self.config), self.share
-
-        def of_turn(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
-            fill = prologue(*self.position(turn))
-
-            def acquired(step: Scalar, slot: Scalar) -> None:
-                pipeline.acquire(slot, share.stage(turn, step))
-                fill(step, slot)
-
-            return acquired
-
-        pipeline.produce(share, of_turn)
 
     def copy_weights(self) -> None:
         """Copies weights; past their end TMA writes zeros."""
-        pipeline, block_n = self.shared.pipeline(self.config), self.config.block_n
+        pipeline, block_n = self.pipeline, self.config.block_n
 
         def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
             group = self.blocks.groups[block]
@@ -149,32 +97,11 @@ class _Kernel:
 
             return fill
 
-        self._produce(prologue)
-
-    def copy_rows(self) -> None:
-        """Copies the rows of a block, rounded up to one of a few numbers; what is behind them is not stored."""
-        pipeline, blocks = self.shared.pipeline(self.config), self.blocks
-        widths = tuple(width for width in (8, 16, 32, 64, 128, 192) if width <= self.config.block_m)
-
-        def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
-            del column
-            first, end = blocks.rows.aligned[block], blocks.rows.ends[block]
-            aligned = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
-
-            def fill(step: Scalar, slot: Scalar) -> None:
-                def copy(width: int) -> None:
-                    source = self.rows.at[pl.ds(aligned, width), pl.ds(step * TILE, TILE)]
-                    pipeline.copy(source, self.shared.rows.at[slot, pl.ds(0, width)], slot)
-
-                for_width(widths, end - first, copy)
-
-            return fill
-
-        self._produce(prologue)
+        self.produce(prologue)
 
     def consume(self, warpgroup: Scalar) -> None:
         """Computes the tiles of a consumer warpgroup."""
-        blocks, config, pipeline = self.blocks, self.config, self.shared.pipeline(self.config)
+        blocks, config, pipeline = self.blocks, self.config, self.pipeline
 
         @pl.loop(0, self.share.num_items)
         def _(turn: Scalar) -> None:
@@ -195,24 +122,12 @@ class _Kernel:
                 pipeline.consume(self.share, turn, (), lambda carry, slot: carry)
 
     def _sum(self, turn: Scalar, warpgroup: Scalar, acc: Ref) -> Array:
-        """The sum of a work item's products. A stage is released when the product after it has begun."""
-        pipeline, share, shared = self.shared.pipeline(self.config), self.share, self.shared
+        """The sum of a work item's products."""
 
-        def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
-            slot, before = slots
-            pipeline.wait(slot)
-            weights = shared.weights.at[slot]
-            plgpu.wgmma(
-                acc,
-                shared.rows.at[slot, pl.ds(warpgroup * TILE, TILE)],
-                weights if self.transposed else weights.transpose((1, 0)),
-            )
-            plgpu.wgmma_wait(1)
-            pl.when(step > 0)(lambda: pipeline.release(before))
-            return pipeline.next_slot(slot), slot
+        def product(slot: Scalar) -> None:
+            weights = self.shared.weights.at[slot]
+            rows = self.shared.rows.at[slot, pl.ds(warpgroup * TILE, TILE)]
+            plgpu.wgmma(acc, rows, weights if self.transposed else weights.transpose((1, 0)))
 
-        slot = pipeline.first_slot(share, turn)
-        _, last = lax.fori_loop(0, share.item_stages, stage, (slot, slot))
-        plgpu.wgmma_wait(0)
-        pipeline.release(last)
+        self.multiply(turn, product)
         return acc[...]
