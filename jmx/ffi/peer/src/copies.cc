@@ -16,6 +16,7 @@
 
 #include "gpus.h"
 #include "region.h"
+#include "try.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jmx {
@@ -154,16 +155,6 @@ void FinishCopies(Stream stream, int ordinal, Address results) {
   }
   Current current(ordinal);
   for (const Event& event : events) event.Hold(stream);
-}
-
-template <typename Function>
-ffi::Error Try(Function&& function) {
-  try {
-    function();
-  } catch (const std::string& reason) {
-    return ffi::Error::Internal("jmx_peer: " + reason);
-  }
-  return ffi::Error::Success();
 }
 
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool, int64_t, ffi::AnyBuffer,

@@ -11,6 +11,7 @@
 #include "gpus.h"
 #include "lines.h"
 #include "region.h"
+#include "try.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jmx {
@@ -139,35 +140,27 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   return call;
 }
 
-ffi::Error Failed(const std::string& reason) { return ffi::Error::Internal("jmx_peer: " + reason); }
-
 // Before any launch, and outside of a capture as a CUDA graph: memory is allocated, the kernel loaded.
 template <Kind kind>
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
-  try {
+  return Try([&] {
     const Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
     Resources::Get().FindFunction(ordinal, call.function);
-  } catch (const std::string& reason) {
-    return Failed(reason);
-  }
-  return ffi::Error::Success();
+  });
 }
 
 template <Kind kind>
 ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
-  try {
+  return Try([&] {
     Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
-    if (call.bytes == 0) return ffi::Error::Success();
+    if (call.bytes == 0) return;
     Function function = Resources::Get().FindFunction(ordinal, call.function);
     void* parameters[] = {&call.ranks, &call.arrays};
     Check(driver().launch(function, call.num_blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
           "cuLaunchKernel");
-  } catch (const std::string& reason) {
-    return Failed(reason);
-  }
-  return ffi::Error::Success();
+  });
 }
 
 // What both handlers of a call take after their own contexts.

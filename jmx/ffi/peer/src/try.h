@@ -1,0 +1,20 @@
+// What XLA gets of a function that throws std::string, the reason of a failure.
+#pragma once
+
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jmx {
+
+template <typename Function>
+xla::ffi::Error Try(Function&& function) {
+  try {
+    function();
+  } catch (const std::string& reason) {
+    return xla::ffi::Error::Internal("jmx_peer: " + reason);
+  }
+  return xla::ffi::Error::Success();
+}
+
+}  // namespace jmx
