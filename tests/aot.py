@@ -44,6 +44,13 @@ def compile_for_h200(function: Callable[..., Any], *arguments: Any, **options: A
     return compile_for("h200", function, *arguments, **options)
 
 
+def program_over(mesh: Mesh, function: Callable[..., Any], *arguments: Any) -> str:
+    """The compiled program of `function`, whose arguments' arrays are divided along their first axis over `mesh`."""
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    return jax.jit(function).lower(*placed).compile().as_text() or ""
+
+
 def launches_on_h200(directory: pathlib.Path, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
     """`launches` of a call of `function`, compiled for an H200."""
     compile_for_h200(function, *arguments, xla_dump_to=str(directory))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 from model_steps import relative_error
 
 import jmx
@@ -99,13 +99,9 @@ def test_collectives_overlap_with_products_when_compiled_for_two_gpus() -> None:
     def call(x: Any, logits: Any, experts: Any) -> jax.Array:
         return jmx.moe(x, jmx.Logits(logits, shape.method), experts, activation=shape.activation, split=split)
 
-    def described(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(axis)))
-
     experts = jax.eval_shape(lambda key: shape.experts(key).prepare("mosaic_sm90"), jax.random.key(0))
     x = jnp.zeros((128, shape.hidden_size), jnp.bfloat16)
-    arguments = jax.tree.map(described, (x, jnp.zeros((128, shape.num_experts)), experts))
-    text = jax.jit(call).lower(*arguments).compile().as_text() or ""
+    text = aot.program_over(mesh, call, x, jnp.zeros((128, shape.num_experts)), experts)
     entry = text[text.index("ENTRY ") :]
     beside = []
     for kind in ("all-gather", "reduce-scatter"):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 from model_steps import relative_error
 
 import jmx
@@ -154,13 +154,10 @@ def test_copies_begin_before_the_experts_and_end_after_them_when_compiled_for_fo
     def call(x: Any, logits: Any, experts: Any) -> jax.Array:
         return jmx.moe(x, jmx.Logits(logits, shape.method), experts, activation=shape.activation, split=split)
 
-    def described(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(axis)))
-
     experts = jax.eval_shape(lambda key: shape.experts(key).prepare("mosaic_sm90"), jax.random.key(0))
     x = jax.ShapeDtypeStruct((1024, shape.hidden_size), jnp.bfloat16)
     logits = jax.ShapeDtypeStruct((1024, shape.num_experts), jnp.float32)
-    text = jax.jit(call).lower(*jax.tree.map(described, (x, logits, experts))).compile().as_text() or ""
+    text = aot.program_over(mesh, call, x, logits, experts)
     entry = text[text.index("ENTRY ") :]
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
     kinds = ["experts" if target == "mosaic_gpu_v2" else target.removeprefix("jmx_peer_") for target in calls]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 import jmx
 from jmx.numerics.formats import FORMATS
@@ -165,12 +165,8 @@ def test_codes_go_over_the_links_when_compiled_for_two_gpus(
         routing = jmx.Logits(logits, jmx.TopKSoftmax(2))
         return jmx.moe(x, routing, experts, activation="swiglu", backend="mosaic_fp8", split=split)
 
-    def described(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(axis)))
-
     experts = jax.eval_shape(make, jax.random.key(0))
-    arguments = jax.tree.map(described, (jnp.zeros((128, 512), jnp.bfloat16), jnp.zeros((128, E)), experts))
-    text = jax.jit(call).lower(*arguments).compile().as_text() or ""
+    text = aot.program_over(mesh, call, jnp.zeros((128, 512), jnp.bfloat16), jnp.zeros((128, E)), experts)
     kinds = r"all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute"
     operand = r"\(\(\w+\[[\d,]*\]\S*\), "  # in front of the result of what XLA starts
     found = re.findall(rf"= (?:{operand})?(\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text)
