@@ -330,7 +330,7 @@ def test_what_a_config_leaves_out_and_says_otherwise(tmp_path: Path) -> None:
         ({"head_dim": 7}, "`head_dim` (=7) must be even"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers` (=[4]) must be a list of layers, of which there are 4"),
         ({"norm_topk_prob": 1}, "norm_topk_prob` (=1) must be one of"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type` (='yarn') must be one of ['default']"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type` (='linear') must be one of ['default', 'yarn']"),
         ({"rope_theta": 1.0}, "`rope_theta` must be one number"),
         ({"eos_token_id": "x"}, "eos_token_id` (='x') must be an id"),
         ({"rms_norm_eps": 0}, "rms_norm_eps` (=0) must be a positive number"),
