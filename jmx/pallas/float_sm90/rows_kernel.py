@@ -1,5 +1,7 @@
-"""What `product` and `fitted` share, both rows of groups times their group's weights: how they are launched, work items
-and the copies of rows, and the loop over the stages of a sum, which `outer` has, too.
+"""What `product` and `fitted` share, both rows of groups times their group's weights.
+
+That is how they are launched, their work items, and the copies of rows. The loop over the stages of a sum is `outer`'s,
+too.
 """
 
 from collections.abc import Callable
