@@ -26,6 +26,7 @@ class Tile:
         num_warps: of a CTA.
         num_stages: of Triton's pipeline, for tensor cores.
         most_ctas: for one token; each takes several tiles where there are more, up to `MOST_TILES`.
+        splits: for tensor cores: parts of the columns, which warps multiply side by side; a power of two.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class Tile:
     num_warps: int
     num_stages: int = 1
     most_ctas: int = 1 << 30
+    splits: int = 1
 
     def num_ctas(self, num_tokens: int, num_tiles: int) -> int:
         """As many as have the same number of tiles, but for the last."""

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jmx.pallas.few_rows.choice import Tile
+from jmx.pallas.few_rows.choice import ALIGNMENT, Tile
 from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 
 Ref = Any
@@ -168,24 +168,39 @@ def _summed(weights: list[Shaped[Array, "r c"]], xs: list[Float32[Array, "t c"]]
 
 
 def _by_tensor_cores(factors: Factors, tile: Tile, rows: Int32[Array, " r"]) -> tuple[Array, Array]:
-    count, size = factors.x.shape
-    padded = padded_tokens(count)
-    tokens = jnp.arange(padded, dtype=jnp.int32)[None, :]
+    """Sums and squares of a tile, whose columns are in `tile.splits` parts that warps multiply side by side.
 
-    def step(number: Int32[Array, ""], sofar: tuple[Array, Array]) -> tuple[Array, Array]:
+    The tensor cores' first operand has the weight's rows once for each part, the second one the tokens. Of their
+    product only the blocks of a part with itself are used.
+    """
+    count, size = factors.x.shape
+    padded, splits = padded_tokens(count), tile.splits
+    share = -(-size // (splits * ALIGNMENT)) * ALIGNMENT
+    number = jnp.arange(splits * rows.size, dtype=jnp.int32)[:, None]
+    row = jnp.broadcast_to(rows[None, :], (splits, rows.size)).reshape(-1, 1)
+    column = jnp.arange(splits * padded, dtype=jnp.int32)[None, :]
+    token = column % padded
+    parts = number // rows.size, column // padded
+
+    def step(nth: Int32[Array, ""], sofar: tuple[Array, Array]) -> tuple[Array, Array]:
         sums, squares = sofar
-        column = number * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
-        inside = column < size
-        x = plgpu.load(factors.x.at[tokens, column[:, None]], mask=inside[:, None] & (tokens < count), other=0)
+        inner = nth * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
+        of_row, of_token = (part * share + its for part, its in zip(parts, (inner[None, :], inner[:, None]), strict=True))
+        here = (inner < share)[:, None] & (of_token < size)
+        x = plgpu.load(factors.x.at[token, of_token], mask=here & (token < count), other=0)
         if factors.scale is not None:
             wide = x.astype(jnp.float32)
-            scale = plgpu.load(factors.scale.at[column], mask=inside, other=0)
             squares += wide * wide
-            x = (wide * scale[:, None]).astype(x.dtype)
-        mask = jnp.broadcast_to(inside[None, :], (rows.size, tile.columns))
-        weights = plgpu.load(factors.weights.at[rows[:, None], column[None, :]], mask=mask, other=0)
+            x = (wide * plgpu.load(factors.scale.at[of_token], mask=here, other=0)).astype(x.dtype)
+        mask = (inner < share)[None, :] & (of_row < size)
+        weights = plgpu.load(factors.weights.at[row, of_row], mask=mask, other=0)
         return sums + plgpu.dot(weights, x), squares
 
-    none = jnp.zeros((rows.size, padded), jnp.float32), jnp.zeros((tile.columns, padded), jnp.float32)
-    sums, squares = lax.fori_loop(0, -(-size // tile.columns), step, none)
+    none = jnp.zeros((number.size, token.size), jnp.float32), jnp.zeros((tile.columns, token.size), jnp.float32)
+    sums, squares = lax.fori_loop(0, -(-share // tile.columns), step, none)
+    if splits > 1:
+        sums = jnp.where(parts[0] == parts[1], sums, 0).reshape(splits, rows.size, splits, padded)
+        sums = jnp.sum(jnp.sum(sums, axis=2), axis=0)
+        squares = jnp.sum(jnp.sum(squares, axis=0).reshape(splits, padded), axis=0)
+        return sums, squares[None, :]
     return sums, jnp.sum(squares, axis=0, keepdims=True)
