@@ -91,11 +91,21 @@ def test_the_linear_kernel_computes_its_definition(rng, tokens, size, rows, norm
 
 
 @INTERPRETED
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize(("tokens", "size"), [(2, 48), (8, 160), (5, 208)])  # 48 columns have parts without any
+@pytest.mark.sampled(4)
+def test_warps_share_the_columns_of_a_tile(rng, tokens, size, splits, norm):
+    call = linear.Linear(Tile(16, 32, 1, 2, splits=splits), 1e-5, normed=norm, interpret=True)
+    check_call(call, linear_operands(rng, tokens, size, 40, norm=norm, bias=True, residual=True))
+
+
+@INTERPRETED
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_the_kernel_of_heads_computes_its_definition(rng, tokens, bias, paged):
-    tile = Tile(8, 64, 1, most_ctas=7) if tokens == 1 else Tile(32, 32, 1, 2)
+    tile = Tile(8, 64, 1, most_ctas=7) if tokens == 1 else Tile(32, 32, 1, 2, splits=1 if tokens == 3 else 4)
     call = heads.Heads(tile, 1e-5, interpret=True)
     given = heads_operands(rng, tokens, paged=paged, bias=bias)
     _, cache = check_call(call, given)

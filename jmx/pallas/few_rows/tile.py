@@ -185,7 +185,9 @@ def _by_tensor_cores(factors: Factors, tile: Tile, rows: Int32[Array, " r"]) -> 
     def step(nth: Int32[Array, ""], sofar: tuple[Array, Array]) -> tuple[Array, Array]:
         sums, squares = sofar
         inner = nth * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
-        of_row, of_token = (part * share + its for part, its in zip(parts, (inner[None, :], inner[:, None]), strict=True))
+        of_row, of_token = (
+            part * share + its for part, its in zip(parts, (inner[None, :], inner[:, None]), strict=True)
+        )
         here = (inner < share)[:, None] & (of_token < size)
         x = plgpu.load(factors.x.at[token, of_token], mask=here & (token < count), other=0)
         if factors.scale is not None:
