@@ -46,7 +46,8 @@ class Tile:
 
 # Four CTAs an SM of 132, whose threads have 128 registers: they have the next tiles on their way.
 _ONE_TOKEN = Tile(2, 1024, 4, most_ctas=528)
-_SEVERAL_TOKENS = Tile(16, 128, 1, 6)
+_SEVERAL_TOKENS = Tile(32, 64, 4, 3, splits=4)
+_OF_SMALL_HEADS = Tile(16, 128, 1, 6)
 
 
 def reject_reason(
@@ -79,5 +80,5 @@ def linear_tile(num_tokens: int, weights: tuple[int, ...]) -> Tile | None:
 
 def heads_tile(num_tokens: int, dim: int) -> Tile | None:
     """For heads of `dim` channels, all of them rotated; None if half of them are not a multiple of half a tile."""
-    tile = _ONE_TOKEN if num_tokens == 1 else _SEVERAL_TOKENS
-    return None if dim % tile.rows else tile
+    tiles = (_ONE_TOKEN,) if num_tokens == 1 else (_SEVERAL_TOKENS, _OF_SMALL_HEADS)
+    return next((tile for tile in tiles if dim % tile.rows == 0), None)
