@@ -146,3 +146,19 @@ def _named(instruction: Instruction) -> set[int]:
 def _registers(operand: str, width: int) -> set[int]:
     register = re.fullmatch(r"R(\d+)(\.\w+)*", operand)
     return set(range(int(register[1]), int(register[1]) + width)) if register else set()
+
+
+def early_releases(program: list[Instruction]) -> list[str]:
+    """Where a barrier is arrived at after LDSM without a fence in between, so that TMA might write what it reads.
+
+    Instructions are taken in the order of the text: a loop over stages has all of them.
+    """
+    found, reading = [], False
+    for instruction in program:
+        if instruction.opcode.startswith("LDSM"):
+            reading = True
+        elif instruction.opcode == "FENCE.VIEW.ASYNC.S":
+            reading = False
+        elif instruction.opcode.startswith("SYNCS.ARRIVE.TRANS64.A1T0") and reading:
+            found.append(instruction.text)
+    return found

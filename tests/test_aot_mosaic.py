@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from memory import abstract_step, temporary_bytes
 from registers import assert_registers
-from sass import hazards, parse
+from sass import early_releases, hazards, parse
 
 import jmx
 from jmx import Environment, Experts, Routing, lora
@@ -234,6 +234,7 @@ def assert_sound(
         >= 4 * num_products * config.k_tiles
     )
     assert hazards(program) == []
+    assert early_releases(program) == []
     assert_registers(kernel, config)
 
 

@@ -417,6 +417,26 @@ def test_every_split_gives_the_result(config, rng):
         assert_agrees("mosaic", case, first, reference(case, weights, x, routing))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [2, 3])
+def test_no_stage_is_filled_while_it_is_read(stages, rng):
+    """Few stages and few rows a block: each stage is filled again as soon as it is released."""
+    sizes = {"hidden": 2880, "intermediate": 2880, "num_experts": 32, "dtype": "bfloat16"}
+    case = suited("mosaic", Case(tokens=132, top_k=4, **sizes))
+    experts = draw_weights(rng, case).experts(case)
+    calls = [(draw_x(rng, case), draw_routing(rng, case)) for _ in range(4)]
+
+    @jax.jit
+    def run(x, routing):
+        return jmx.moe(x, routing, experts, activation=case.activation, backend="mosaic")
+
+    differ = jax.jit(lambda a, b: jnp.any(a != b))
+    with tuning.override("mosaic", Config(32, 5, 1, 3, stages)):
+        first = [run(*its) for its in calls]
+        found = [differ(run(*calls[i]), first[i]) for i in rng.integers(len(calls), size=3000).tolist()]
+    assert sum(map(int, found)) == 0
+
+
 # In a program
 
 

@@ -133,6 +133,7 @@ class Consumer:
         stage = self.part_of(slot, width)
         for i in range(self.gemm.config.k_tiles):
             acc = tile_mma.multiply_few(acc, self.gemm.decoder, stage, loaded.exponent, i)
+        tile_mma.finish_reads()
         return acc
 
     def add_stage(
