@@ -52,7 +52,7 @@ def in_float32(
     return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window, scale)
 
 
-def plain(*arrays: jax.Array, starts: Any = 0, **options: Any) -> np.ndarray:
+def plain(*arrays: Any, starts: Any = 0, **options: Any) -> np.ndarray:
     """`in_float32` of queries from `starts` on, on the CPU, which compiles it faster than a GPU."""
     starts = np.broadcast_to(np.asarray(starts, np.int32), len(arrays[0]))
     with jax.default_device(jax.devices("cpu")[0]):
