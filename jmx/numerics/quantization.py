@@ -154,7 +154,7 @@ def _e2m1_by_integers(magnitude: Int32[Array, "*shape"], scale: Int32[Array, "..
 
 def _e2m1_by_floats(magnitude: Int32[Array, "*shape"], scale: Int32[Array, "..."]) -> UInt8[Array, "*shape"]:
     """The same by a third of the operations, where floats may be subnormal."""
-    quotient = lax.bitcast_convert_type(magnitude, jnp.float32) * element_codes.power_of_two(254 - scale)
+    quotient = lax.bitcast_convert_type(magnitude, jnp.float32) * element_codes.power_of_two((254 - scale).astype(jnp.uint8))
     # The sum with a power of two that is 2^22 times the element's, at least 2^22, rounds to the steps of elements: by
     # 0.5 below 2, by 1 below 4, then by 2. So many steps are added to the bits of the power of two.
     exponent = lax.bitcast_convert_type(quotient, jnp.int32) & 0x7F800000
