@@ -43,7 +43,7 @@ NONFINITE = ("refuse", "nan_block")
 
 _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
-_LEAST_NORMAL, _ONE = 1 << 23, 127 << 23  # as float32 bits
+_LEAST_NORMAL = 1 << 23  # as float32 bits
 
 
 def _midpoints() -> list[int]:
@@ -141,27 +141,10 @@ def _quantize_mxfp4(x: Float[Array, "*lead K"], block_size: int, scale_addend: i
     scale = jnp.where(amax == 0, _SCALE_ONE, scale)
     scale = jnp.where(amax >= element_codes.F32_INF, element_codes.SCALE_NAN, scale)
 
-    codes = lax.platform_dependent(magnitude, scale, cuda=_e2m1_by_floats, default=_e2m1_by_integers)
-    elements = codes | (bits >> 28).astype(jnp.uint8) & 8
+    quotient = element_codes.over_power_of_two(magnitude, scale)
+    elements = _e2m1(quotient) | (bits >> 28).astype(jnp.uint8) & 8
     elements = jnp.where(scale == element_codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
     return unpack(BlockScaled(_pairs(elements), scale[..., 0].astype(jnp.uint8)))
-
-
-def _e2m1_by_integers(magnitude: Int32[Array, "*shape"], scale: Int32[Array, "..."]) -> UInt8[Array, "*shape"]:
-    """e2m1 codes of float32 bits without a sign, over 2^(scale - 127)."""
-    return _e2m1(element_codes.over_power_of_two(magnitude, scale))
-
-
-def _e2m1_by_floats(magnitude: Int32[Array, "*shape"], scale: Int32[Array, "..."]) -> UInt8[Array, "*shape"]:
-    """The same by a third of the operations, where floats may be subnormal."""
-    quotient = lax.bitcast_convert_type(magnitude, jnp.float32) * element_codes.power_of_two((254 - scale).astype(jnp.uint8))
-    # The sum with a power of two that is 2^22 times the element's, at least 2^22, rounds to the steps of elements: by
-    # 0.5 below 2, by 1 below 4, then by 2. So many steps are added to the bits of the power of two.
-    exponent = lax.bitcast_convert_type(quotient, jnp.int32) & 0x7F800000
-    power = jnp.maximum(exponent, _ONE) + (22 << 23)
-    total = lax.bitcast_convert_type(quotient + lax.bitcast_convert_type(power, jnp.float32), jnp.int32)
-    steps_before = (power - (_ONE + (22 << 23))) >> 22  # two for each doubling
-    return jnp.minimum(total - power + steps_before, 7).astype(jnp.uint8)
 
 
 def _e2m1(magnitude: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:

@@ -180,11 +180,8 @@ def _inverse_one(expert: tuple[BlockScaled, Array | None], spec: WeightSpec) -> 
     return jax.tree.map(lambda array: array.at[places].get(mode="promise_in_bounds"), q)
 
 
-_AT_ONCE = 64 << 20  # bytes of values, of a few experts: one by one a small expert's kernels are short
-
-
 def _each(function: Callable[..., Any], q: BlockScaled, rows: Rows, spec: WeightSpec, rank: int) -> BlockScaled:
-    """Applies `function` to the arrays that are stored by tile, few experts at a time, so that temporaries are small.
+    """Applies `function` to the arrays that are stored by tile, one expert at a time, so that temporaries are small.
 
     `rank`: the number of axes of one expert's values.
     """
@@ -192,9 +189,7 @@ def _each(function: Callable[..., Any], q: BlockScaled, rows: Rows, spec: Weight
     of_blocks = Tile.of(spec.format).scales > 0
     by_tile = BlockScaled(q.values, _as_bits(q.scales) if of_blocks else None, zero_points=q.zero_points)
     flat = jax.tree.map(lambda array: array.reshape(prod(lead), *array.shape[len(lead) :]), (by_tile, rows))
-    at_once = max(1, _AT_ONCE // max(1, prod(q.values.shape[len(lead) :])))
-    at_once = max((n for n in range(1, at_once + 1) if prod(lead) % n == 0), default=1)
-    out = lax.map(partial(function, spec=spec), flat, batch_size=at_once)
+    out = lax.map(partial(function, spec=spec), flat)
     out = jax.tree.map(lambda array: array.reshape(*lead, *array.shape[1:]), out)
     scales = lax.bitcast_convert_type(out.scales, q.scales.dtype) if of_blocks else q.scales
     return out._replace(scales=scales, global_scales=q.global_scales, order=q.order)
