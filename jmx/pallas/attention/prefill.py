@@ -131,8 +131,9 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
         ),
     )
     most = call.length // BLOCK if call.window is None else -(-(call.window - 1) // BLOCK) + 1
-    schedule = plan(call.ctas, call.heads * call.batch, call.length // BLOCK, most)
-    return launch(kernel, _Operands(query=query, sinks=sinks, source=source, schedule=jnp.asarray(schedule)))
+    turns = plan(call.ctas, call.heads * call.batch, call.length // BLOCK, most) if call.ctas < call.items else None
+    schedule = None if turns is None else jnp.asarray(turns)
+    return launch(kernel, _Operands(query=query, sinks=sinks, source=source, schedule=schedule))
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class _Pages(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """The kernel's operands, or references to them in global memory."""
+    """The kernel's operands, or references to them in global memory. Without a schedule, each CTA has an item."""
 
     query: Ref
     sinks: Ref
@@ -289,21 +290,32 @@ class _Item(NamedTuple):
     before: jax.Array
 
 
+def _item(call: _Call, source: _Prompt | _Pages, number: jax.Array, before: jax.Array) -> _Item:
+    """The item of a number below `call.items`."""
+    blocks, heads = jnp.int32(call.length // BLOCK), jnp.int32(call.heads)
+    its, tile = lax.div(number, blocks), lax.rem(number, blocks)
+    row, head = lax.div(its, heads), lax.rem(its, heads)
+    at = tile + source.first_block(row)
+    seen_from = jnp.int32(0) if call.window is None else at * BLOCK - (call.window - 1)
+    first = lax.div(jnp.maximum(seen_from, 0), jnp.int32(BLOCK))
+    return _Item(head, tile, at, row, first, at + 1 - first, before)
+
+
 def _each_item(call: _Call, operands: _Operands, take: Callable[[_Item], None]) -> None:
     """Calls `take` with the items of this CTA in turn."""
-    cta, blocks = lax.axis_index("cta"), jnp.int32(call.length // BLOCK)
+    cta, schedule = lax.axis_index("cta"), operands.schedule
+    if schedule is None:  # an item for each CTA: the last ones, with the most steps, are the first to begin
+        take(_item(call, operands.source, call.items - 1 - cta, jnp.int32(0)))
+        return
 
-    def take_one(turn: jax.Array, before: jax.Array) -> jax.Array:
-        number = operands.schedule[1 + turn, cta]
-        its, tile = lax.div(number, blocks), lax.rem(number, blocks)
-        row, head = lax.div(its, jnp.int32(call.heads)), lax.rem(its, jnp.int32(call.heads))
-        at = tile + operands.source.first_block(row)
-        seen_from = jnp.int32(0) if call.window is None else at * BLOCK - (call.window - 1)
-        first = lax.div(jnp.maximum(seen_from, 0), jnp.int32(BLOCK))
-        take(_Item(head, tile, at, row, first, at + 1 - first, before))
-        return before + at + 1 - first
+    def take_one(turn: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        number, before = state
+        following = schedule[2 + turn, cta]  # is there when this item is done
+        item = _item(call, operands.source, number, before)
+        take(item)
+        return following, before + item.steps
 
-    lax.fori_loop(0, operands.schedule[0, cta], take_one, jnp.int32(0))
+    lax.fori_loop(0, schedule[0, cta], take_one, (schedule[1, cta], jnp.int32(0)))
 
 
 def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> None:
@@ -345,11 +357,10 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgrou
     pl.when(warpgroup == 1)(lambda: smem.pass_turn(warpgroup))  # the other one has the first
 
     def attend(item: _Item) -> None:
-        # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
-        softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=operands.sinks[item.head] * TO_BITS, total=1)
-        gathered, _, total = _attend_blocks(call, item, smem, warpgroup, softmax)
+        sink = operands.sinks[item.head] * TO_BITS  # read while keys are multiplied
+        softmax = RunningSoftmax.begin(ROWS, call.value_dim)
+        results = _attend_blocks(call, item, smem, warpgroup, softmax).results(sink)
         here = pl.ds(item.tile * BLOCK + warpgroup * ROWS, ROWS)
-        results = gathered * lax.broadcast_in_dim(1 / total, gathered.shape, [0])
         _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
     _each_item(call, operands, attend)
@@ -368,10 +379,17 @@ def _attend_blocks(
         return element_ids(shape, 0) + start - keys
 
     def attend(
-        step: jax.Array, softmax: RunningSoftmax, *, hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+        step: jax.Array,
+        softmax: RunningSoftmax,
+        *,
+        hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        first: int = 0,
+        count: int = BLOCK,
+        is_last: bool = False,
     ) -> RunningSoftmax:
-        """With the keys and values of a step; the turn is this consumer's before and after it."""
-        keys = smem.keys.wait(item.before + step)
+        """With `count` keys and values of a step from its `first` on; the turn is this consumer's before and after."""
+        part = pl.ds(first, count)
+        keys = smem.keys.wait(item.before + step).at[part]
 
         def multiply(accumulator: Ref) -> jax.Array:
             plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
@@ -379,13 +397,15 @@ def _attend_blocks(
             return accumulator[...]
 
         with jax.named_scope("scores"):
-            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
         smem.keys.release(item.before + step)
+        if is_last:
+            plgpu.barrier_arrive(smem.rows_empty)
         if hide is not None:
-            scores = hide(scores, distances(step, scores.shape))
+            scores = hide(scores, distances(step, scores.shape) - first)
         softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
         softmax, weights = lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
-        values = smem.values.wait(item.before + step)
+        values = smem.values.wait(item.before + step).at[part]
         smem.take_turn(warpgroup)
         softmax = softmax.add_values(weights, values)
         smem.values.release(item.before + step)
@@ -397,12 +417,20 @@ def _attend_blocks(
     # Queries see the blocks before the last one whole, but for those in which the window of one of them begins.
     last, whole_from = item.steps - 1, jnp.int32(0)
     if call.window is not None:
+        attend_outside = partial(attend, hide=partial(_hide_outside, call.window))
         whole_from = jnp.clip(item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first, 0, last)
-        softmax = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), softmax)
+        halves = lax.div(jnp.maximum(start - (call.window - 1), 0), ROWS) - 2 * item.first
+        skips = (halves > 0) & (whole_from > 0)
+        softmax = lax.cond(
+            skips, lambda its: attend_outside(jnp.int32(0), its, first=ROWS, count=ROWS), lambda its: its, softmax
+        )
+        softmax = lax.fori_loop(skips.astype(jnp.int32), whole_from, attend_outside, softmax)
     softmax = lax.fori_loop(whole_from, last, attend, softmax)
     window = None if call.window is None or call.window >= BLOCK else call.window
-    softmax = attend(last, softmax, hide=partial(hide_unseen, window=window))
-    plgpu.barrier_arrive(smem.rows_empty)
+    attend_last = partial(attend, hide=partial(hide_unseen, window=window), is_last=True)
+    softmax = lax.cond(
+        warpgroup == 0, lambda its: attend_last(last, its, count=ROWS), lambda its: attend_last(last, its), softmax
+    )
     smem.pass_turn(warpgroup)
     return softmax
 

@@ -10,7 +10,7 @@ HEADS = 16  # whose items are taken at about the same time: their keys and value
 
 @lru_cache
 def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
-    """Items of each CTA in turn, int32 (turns + 1, ctas), where the first row has their number.
+    """Items of each CTA in turn, int32 (turns + 2, ctas): the first row has their number, the last one zeros.
 
     Item `head * blocks + block` takes `min(block + 1, most)` steps. Each goes to the CTA that is the first to be free:
     those of `HEADS` heads after each other, of these the longest items first, so that short ones fill the end.
@@ -21,8 +21,6 @@ def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
         blocks: of queries of a head.
         most: steps of an item at most: those that a window has.
     """
-    if ctas == heads * blocks:
-        return np.stack([np.ones(ctas, np.int32), np.arange(ctas, dtype=np.int32)[::-1]])
     free = [(0, cta) for cta in range(ctas)]
     taken: list[list[int]] = [[] for _ in range(ctas)]
     for first in range(0, heads, HEADS):
@@ -32,5 +30,5 @@ def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
                 taken[cta].append(head * blocks + block)
                 heapq.heapreplace(free, (at + min(block + 1, most) + 1, cta))  # 1: the item's beginning and end
     turns = max(map(len, taken))
-    padded = [[len(its), *its, *[0] * (turns - len(its))] for its in taken]
+    padded = [[len(its), *its, *[0] * (turns + 1 - len(its))] for its in taken]
     return np.array(padded, np.int32).T.copy()
