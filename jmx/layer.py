@@ -204,7 +204,7 @@ def batched_moe(
         check_array("weights", weights, jnp.floating)
         if tuple(weights.shape) != (num_experts, rows):
             raise ValueError(f"`weights` (shape {weights.shape}) must be {(num_experts, rows)}, one a row")
-    filled = jnp.arange(rows) < jnp.asarray(counts)[:, None]
+    filled = jnp.arange(rows)[None] < jnp.asarray(counts)[:, None]
     ids = jnp.where(filled, jnp.arange(num_experts, dtype=jnp.int32)[:, None], NOWHERE)
     weights = jnp.ones(filled.shape, jnp.float32) if weights is None else weights
     y = moe(
