@@ -397,7 +397,7 @@ def _random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...],
     if format.scale_dtype == jnp.float8_e8m0fnu:
         scales = (_SCALE_ONE + exponent + above).astype(jnp.uint8)
     else:
-        scales = (2.0**exponent * (1 + above)).astype(format.scale_dtype)
+        scales = (2.0**exponent * (1 + above).astype(jnp.float32)).astype(format.scale_dtype)
         if scales.dtype.itemsize == 1:
             scales = lax.bitcast_convert_type(scales, jnp.uint8)
     return BlockScaled(values, scales, global_scales, zero_points, order)
