@@ -101,8 +101,8 @@ class SharedMemory(NamedTuple):
         )
         copies = sum(buffer is not None for buffer in stages)  # into a stage
         sums = PartialSums.scratch(config.warpgroups_m, max(2, config.warpgroups_k), config.block_n)
-        if config.warpgroups_k == 1:  # no reduction
-            sums = sums._replace(values=plgpu.SMEM((1, 1, 1, 128), jnp.float32))
+        if config.warpgroups_k == 1:  # no reduction, and in its buffer's place there is `warp_maxima`
+            sums = sums._replace(values=None if rounds else plgpu.SMEM((1, 1, 1, 128), jnp.float32))
         return cls(
             stages=stages,
             sums=sums.values,
