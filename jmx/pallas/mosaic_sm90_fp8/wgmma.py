@@ -211,20 +211,15 @@ def start_product(
     of_sums, kind, letter, negate = ("s32", i32(), "r", "") if elements.exact else ("f32", f32(), "f", ", 1, 1")
     out = llvm.StructType.get_literal([kind] * size)
     names = ", ".join(f"${i}" for i in range(size))
+    utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
     values = [] if sums is None else sums
-    lazy = iter(operand) if not isinstance(operand, (ir.Value, list)) else None
-    if lazy is None:
-        utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
     for nth in range(SLICES):
-        if lazy is not None:
-            now = next(lazy)
-            utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
         first = size + len(values)  # the operands after the sums
         offset = nth * _SLICE_BYTES >> 4
         if isinstance(operand, ir.Value):
             a, name, makes = [operand], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
         else:
-            a, makes = operand[nth] if lazy is None else now, ""
+            a, makes = operand[nth], ""
             name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
         ends = " wgmma.commit_group.sync.aligned;" if last_apart and nth + 2 == SLICES else ""
         text = (
