@@ -61,7 +61,7 @@ def flash_decode(
     capacity = length if tables is None else PAGE * tables.shape[1]
     blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
     splits = _splits(blocks, batch * kv_heads)
-    keys = 2 * KEYS if window is None and blocks <= 2 * splits else KEYS  # all keys of a CTA in one step
+    keys = _keys(blocks, splits, batch * kv_heads, window)
     call = _Call(num_rows, heads // kv_heads, kv_heads, length, dim, keys, splits, window)
     by_head = query.reshape(batch, kv_heads, call.group, dim)
     whole = jax.ShapeDtypeStruct((batch, kv_heads, call.stored, dim), query.dtype)
@@ -90,6 +90,14 @@ def _splits(blocks: int, units: int) -> int:
     if blocks * KEYS <= UNSPLIT:
         return 1
     return max(1, min(SPLITS, blocks // 2, CTAS // units))
+
+
+def _keys(blocks: int, splits: int, units: int, window: int | None) -> int:
+    """Keys of one step, with which all those of a CTA are in flight at once, if that can be."""
+    if window is None:
+        return 2 * KEYS if blocks <= 2 * splits else KEYS
+    few = units <= CTAS // 2  # CTAs; of more, several on an SM hide each other's waits
+    return 2 * KEYS if few and STAGES < blocks <= 2 * STAGES else KEYS
 
 
 def _end(axis: int, count: int) -> list[tuple[int, int]]:
