@@ -1,6 +1,7 @@
 """Attention kernels for Hopper GPUs against the plain code: interpreted, on a Hopper GPU, and compiled without one."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
 from jmx.pallas.attention.schedule import plan
-from jmx.pallas.attention.softmax import RunningSoftmax
+from jmx.pallas.attention.softmax import LEAST, MERGED, RunningSoftmax, SplitResults
 from jmx.selection.environment import Environment
 
 pytestmark = pytest.mark.costly
@@ -110,6 +111,23 @@ def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(ctas: int, head
     assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
     steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
     assert max(steps) - min(steps) <= most + 1
+
+
+@pytest.mark.parametrize("splits", [1, 3, MERGED, MERGED + 1, 2 * MERGED + 1, MERGED * MERGED])
+def test_softmaxes_of_splits_are_merged(rng: np.random.Generator, splits: int) -> None:
+    rows, keys, channels = (2, 30), 5, 4
+    sinks = rng.choice([-1e30, -200.0, 0.0, 200.0], size=rows)
+    scores = 40 * rng.standard_normal((splits, *rows, keys))
+    scores[splits // 3 + 1 :: 3] = -np.inf  # splits without keys
+    values = rng.standard_normal((splits, *rows, keys, channels))
+    peaks = np.maximum(scores.max(-1), LEAST)
+    weights = np.exp2(scores - peaks[..., None])
+    parts = np.einsum("sbhk,sbhkc->sbhc", weights, values), peaks, weights.sum(-1)
+    got = SplitResults(*(jnp.asarray(part, jnp.float32) for part in parts)).merged().results(jnp.asarray(sinks, jnp.float32))
+    shares = np.exp2(scores - scores.max((0, 3), keepdims=True))
+    total = shares.sum((0, 3)) + np.exp2(sinks - scores.max((0, 3)))
+    expected = np.einsum("sbhk,sbhkc->bhc", shares, values) / total[..., None]
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
 
 
 # Interpreted
@@ -321,3 +339,20 @@ def test_the_kernel_of_latents_compiles_for_an_h200(heads: int, capfd: pytest.Ca
     query, latents = shape((batch, heads, 576), BF16), shape((batch, 8192, 576), BF16)
     results = 1.1 * CORES * 64 * 512 * 4  # of at most one CTA an SM
     compiled(capfd, call, query, latents, shape((batch,), jnp.int32), largest_temporary=results)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("latent", [False, True])
+def test_results_of_splits_are_merged_by_one_kernel(latent: bool) -> None:
+    shape, position = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1,), jnp.int32)
+    if latent:
+        call = partial(flash_decode_latent, rank=512, scale=0.1, core_count=CORES)
+        arguments = shape((1, 16, 576), BF16), shape((1, 8192, 576), BF16), position
+    else:
+        call = partial(flash_decode, window=None)
+        cache = shape((2, 1, 8, 8192, 64), BF16)
+        arguments = shape((1, 64, 64), BF16), cache, shape((64,), jnp.float32), position
+    program = aot.compile_for_h200(call, *arguments).as_text() or ""
+    entry = program[program.index("\nENTRY ") :]
+    assert len(re.findall(r" custom-call\(", entry)) == 1
+    assert len(re.findall(r" (?:fusion|reduce)\(", entry)) == 1
