@@ -23,7 +23,7 @@ PAGE = 128  # positions by which capacities are divided: those of a page
 KEYS = 64  # of one step, or twice as many where these are all
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 UNSPLIT = 256  # keys that one CTA takes in any case: splitting so few would only add results to sum
-SPLITS = 16  # CTAs that share a long row's keys, at most, of two blocks each at least
+SPLITS = 32  # CTAs that share a long row's keys, at most, of two blocks each at least
 CTAS = 264  # two on each SM run at a time; where a call has so many, splitting keys further only adds results to sum
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 
@@ -93,11 +93,13 @@ def _splits(blocks: int, units: int) -> int:
 
 
 def _keys(blocks: int, splits: int, units: int, window: int | None) -> int:
-    """Keys of one step, with which all those of a CTA are in flight at once, if that can be."""
+    """Keys of one step: twice `KEYS` where all of a CTA's are then in flight at once, and CTAs are few.
+
+    Of more CTAs, several on an SM hide each other's waits, and need its shared memory.
+    """
     if window is None:
-        return 2 * KEYS if blocks <= 2 * splits else KEYS
-    few = units <= CTAS // 2  # CTAs; of more, several on an SM hide each other's waits
-    return 2 * KEYS if few and STAGES < blocks <= 2 * STAGES else KEYS
+        return 2 * KEYS if blocks <= 2 * splits and units * splits <= CTAS // 2 else KEYS
+    return 2 * KEYS if STAGES < blocks <= 2 * STAGES and units <= CTAS // 8 else KEYS
 
 
 def _end(axis: int, count: int) -> list[tuple[int, int]]:
