@@ -123,7 +123,8 @@ def test_softmaxes_of_splits_are_merged(rng: np.random.Generator, splits: int) -
     peaks = np.maximum(scores.max(-1), LEAST)
     weights = np.exp2(scores - peaks[..., None])
     parts = np.einsum("sbhk,sbhkc->sbhc", weights, values), peaks, weights.sum(-1)
-    got = SplitResults(*(jnp.asarray(part, jnp.float32) for part in parts)).merged().results(jnp.asarray(sinks, jnp.float32))
+    merged = SplitResults(*(jnp.asarray(part, jnp.float32) for part in parts)).merged()
+    got = merged.results(jnp.asarray(sinks, jnp.float32))
     shares = np.exp2(scores - scores.max((0, 3), keepdims=True))
     total = shares.sum((0, 3)) + np.exp2(sinks - scores.max((0, 3)))
     expected = np.einsum("sbhk,sbhkc->bhc", shares, values) / total[..., None]
