@@ -128,7 +128,7 @@ def test_softmaxes_of_splits_are_merged(rng: np.random.Generator, splits: int) -
     shares = np.exp2(scores - scores.max((0, 3), keepdims=True))
     total = shares.sum((0, 3)) + np.exp2(sinks - scores.max((0, 3)))
     expected = np.einsum("sbhk,sbhkc->bhc", shares, values) / total[..., None]
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+    assert relative_error(got, expected) <= 1e-4  # scores of 100 have no more digits in float32
 
 
 # Interpreted
