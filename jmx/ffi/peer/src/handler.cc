@@ -25,24 +25,6 @@ void CheckAccess(int from, int to) {
   if (!can) throw "GPU " + std::to_string(from) + " cannot access the memory of GPU " + std::to_string(to);
 }
 
-// A GPU's primary context, which is XLA's, current on this thread.
-class Current {
- public:
-  explicit Current(int ordinal) {
-    Check(driver().retain(&context_, DeviceOf(ordinal)), "cuDevicePrimaryCtxRetain");
-    Check(driver().push(context_), "cuCtxPushCurrent");
-  }
-  ~Current() {
-    Context popped = nullptr;
-    driver().pop(&popped);
-  }
-  Current(const Current&) = delete;
-  Context context() const { return context_; }
-
- private:
-  Context context_ = nullptr;
-};
-
 // What the process has: the kernels, by GPU, and regions. It is never freed: a program may be launched at any time.
 class Resources {
  public:

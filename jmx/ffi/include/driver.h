@@ -44,6 +44,7 @@ struct Driver {
   DriverFunction<Status(Context*, Device)> retain{"cuDevicePrimaryCtxRetain"};
   DriverFunction<Status(Context)> push{"cuCtxPushCurrent_v2"};
   DriverFunction<Status(Context*)> pop{"cuCtxPopCurrent_v2"};
+  DriverFunction<Status(int*, int, Device)> attribute{"cuDeviceGetAttribute"};
   DriverFunction<Status(int*, Device, Device)> can_access{"cuDeviceCanAccessPeer"};
   DriverFunction<Status(Context, unsigned)> enable_access{"cuCtxEnablePeerAccess"};
   DriverFunction<Status(Address*, size_t)> allocate{"cuMemAlloc_v2"};
@@ -51,6 +52,7 @@ struct Driver {
   DriverFunction<Status()> synchronize{"cuCtxSynchronize"};
   DriverFunction<Status(Module*, const void*)> load{"cuModuleLoadData"};
   DriverFunction<Status(Function*, Module, const char*)> function{"cuModuleGetFunction"};
+  DriverFunction<Status(Function, int, int)> set_attribute{"cuFuncSetAttribute"};
   DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
       launch{"cuLaunchKernel"};
   DriverFunction<Status(Status, const char**)> error_string{"cuGetErrorString"};
@@ -73,5 +75,23 @@ inline Device DeviceOf(int ordinal) {
   Check(driver().device_get(&device, ordinal), "cuDeviceGet");
   return device;
 }
+
+// A GPU's primary context, which is XLA's, current on this thread.
+class Current {
+ public:
+  explicit Current(int ordinal) {
+    Check(driver().retain(&context_, DeviceOf(ordinal)), "cuDevicePrimaryCtxRetain");
+    Check(driver().push(context_), "cuCtxPushCurrent");
+  }
+  ~Current() {
+    Context popped = nullptr;
+    driver().pop(&popped);
+  }
+  Current(const Current&) = delete;
+  Context context() const { return context_; }
+
+ private:
+  Context context_ = nullptr;
+};
 
 }  // namespace jmx

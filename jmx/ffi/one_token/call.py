@@ -1,0 +1,198 @@
+"""The part of a decoder's layer between two sums of experts, of one token: by one kernel on a Hopper GPU.
+
+Norm, queries, keys and values, their rotation, the cache, attention, the product of the result, the residual, norm and
+router. Derivatives are those of the definition, in plain jnp.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmx import meshes
+from jmx.ffi.one_token.library import TARGET
+from jmx.pallas import defined
+from jmx.pallas.few_rows import heads, linear
+from jmx.pallas.few_rows.choice import Tile
+from jmx.util.typing import Array, Shaped
+
+# As jmx/ffi/one_token/src/call.h has them.
+DIM = 64  # channels of a head
+MOST_GROUP = 8
+MOST_KV_HEADS = 32
+MOST_SPLITS = 16
+MOST_ROWS = 64  # of a matrix, for one SM
+MOST_COLUMNS = 4096  # of a matrix
+VECTOR = 8  # elements that are loaded at once
+
+_NO_TILE = Tile(2, 1024, 4)  # of definitions, which have none
+
+
+class Operands(NamedTuple):
+    """Operands. None: not in this call.
+
+    Args:
+        x: (1, H), bfloat16 as all weights and the cache.
+        scale: of the norm before attention, float32 (H,).
+        heads: weights (kv_heads * (group + 2) * D, H): of each key head its queries, the key, and the value.
+        heads_bias: (kv_heads * (group + 2) * D,).
+        cos, sin: float32 (1, D / 2), of the position.
+        cache: (2, 1, kv_heads, C, D), keys and values; or in pages, (2, pages, kv_heads, page, D).
+        tables: int32 (1, pages of the row), or None.
+        position: int32 (1,); beyond the last one of the cache it is the last.
+        sinks: float32 (kv_heads * group,): one more logit a head, without a value.
+        out: weights (H, kv_heads * group * D).
+        out_bias: (H,).
+        router_scale: of the norm before the router, float32 (H,).
+        router: weights (E, H).
+        router_bias: (E,).
+    """
+
+    x: Any
+    scale: Any
+    heads: Any
+    heads_bias: Any
+    cos: Any
+    sin: Any
+    cache: Any
+    tables: Any
+    position: Any
+    sinks: Any
+    out: Any
+    out_bias: Any
+    router_scale: Any
+    router: Any
+    router_bias: Any
+
+
+_OPTIONAL = ("heads_bias", "tables", "sinks", "out_bias", "router_bias")
+
+
+class Results(NamedTuple):
+    """The residual stream (1, H) after attention; the cache; logits, float32 (1, E); the normed token (1, H)."""
+
+    x: Any
+    cache: Any
+    logits: Any
+    normed: Any
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """What is static of a call.
+
+    Args:
+        present: by name, operands that are not None, in their order.
+        window: how many positions are attended to, the token's own included; None: all.
+        epsilon, router_epsilon: of the norms.
+    """
+
+    present: tuple[str, ...]
+    window: int | None
+    epsilon: float
+    router_epsilon: float
+
+    interpret = False
+
+    def operands(self, arrays: tuple[Any, ...]) -> Operands:
+        return Operands(**dict.fromkeys(Operands._fields) | dict(zip(self.present, arrays, strict=True)))
+
+    # As `jmx.pallas.defined` has it.
+
+    def shapes(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
+        given = self.operands(arrays)
+        x = jax.ShapeDtypeStruct(given.x.shape, given.x.dtype)
+        logits = jax.ShapeDtypeStruct((1, given.router.shape[0]), jnp.float32)
+        return [x, jax.ShapeDtypeStruct(given.cache.shape, given.cache.dtype), logits, x]
+
+    def define(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        given = self.operands(arrays)
+        length = given.cache.shape[3]
+        pages = 1 if given.tables is None else given.tables.shape[1]
+        position = jnp.minimum(given.position, length * pages - 1)
+        number, place = jnp.divmod(position, length)
+        numbers = number if given.tables is None else given.tables[0][number]
+        of_heads = heads.Operands(
+            given.x, given.scale, given.heads, given.heads_bias, given.cos, given.sin, given.cache, numbers, place
+        )
+        query, cache = heads.Heads(_NO_TILE, self.epsilon).define(of_heads)
+        attended = _attend(query[0], cache, given, position[0], self.window)
+        of_out = linear.Operands(attended.reshape(1, -1), None, given.out, given.out_bias, given.x)
+        (x,) = linear.Linear(_NO_TILE).define(of_out)
+        of_router = linear.Operands(x, given.router_scale, given.router, given.router_bias, None)
+        logits, normed = linear.Linear(_NO_TILE, self.router_epsilon, normed=True).define(of_router)
+        return [x, cache, logits, normed]
+
+    def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        given = self.operands(arrays)
+        rows, attended = given.heads.shape[0], given.out.shape[1]
+        parts = MOST_SPLITS * (attended // DIM) * (DIM + 2)
+        scratch = jax.ShapeDtypeStruct((4 * parts + 2 * (rows + attended),), jnp.uint8)
+        present = sum((name in self.present) << bit for bit, name in enumerate(_OPTIONAL))
+        call = jax.ffi.ffi_call(
+            TARGET, [*self.shapes(*arrays), scratch], input_output_aliases={self.present.index("cache"): 1}
+        )
+        return call(
+            *arrays,
+            present=np.int64(present),
+            window=np.int64(self.window or 0),
+            epsilon=np.float32(self.epsilon),
+            router_epsilon=np.float32(self.router_epsilon),
+        )[:4]
+
+
+def _attend(
+    query: Shaped[Array, "heads D"],
+    cache: Shaped[Array, "2 pages kv_heads C D"],
+    given: Operands,
+    position: Array,
+    window: int | None,
+) -> Shaped[Array, "heads D"]:
+    """Softmax of the scores, with the sink, times the values, in float32."""
+    if given.tables is not None:
+        cache = cache[:, given.tables[0]]
+    keys, values = cache.swapaxes(1, 2).reshape(2, cache.shape[2], -1, cache.shape[4]).astype(jnp.float32)
+    groups = query.astype(jnp.float32).reshape(keys.shape[0], -1, query.shape[1])
+    scores = jnp.einsum("hgd,hkd->hgk", groups, keys, precision="highest") * query.shape[1] ** -0.5
+    at = jnp.arange(keys.shape[1])
+    seen = at <= position
+    if window is not None:
+        seen &= at > position - window
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if given.sinks is not None:
+        scores = jnp.concatenate([scores, given.sinks.reshape(*scores.shape[:2], 1)], axis=-1)
+    shares = jax.nn.softmax(scores, axis=-1)[..., : len(at)]
+    values = jnp.where(seen[:, None], values, 0)  # what is not written yet may be anything
+    return jnp.einsum("hgk,hkd->hgd", shares, values, precision="highest").astype(query.dtype).reshape(query.shape)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def run(window: int | None, epsilon: float, router_epsilon: float, given: Operands) -> Results:
+    """The results of a call, see `OneToken` and `Operands`."""
+    present = tuple(name for name, array in given._asdict().items() if array is not None)
+    arrays = [array for array in given if array is not None]
+    call = OneToken(present, window, epsilon, router_epsilon)
+    return Results(*meshes.unchecked(partial(_bind, call))(*arrays))
+
+
+@run.defjvp
+def _derivative(window: int | None, epsilon: float, router_epsilon: float, primals: Any, tangents: Any) -> Any:
+    (given,), (of_given,) = primals, tangents
+    present = tuple(name for name, array in given._asdict().items() if array is not None)
+    call = OneToken(present, window, epsilon, router_epsilon)
+
+    def define(given: Operands) -> Results:
+        return Results(*call.define(*(array for array in given if array is not None)))
+
+    _, of_results = jax.jvp(define, (given,), (of_given,))
+    return run(window, epsilon, router_epsilon, given), of_results
+
+
+def _bind(call: OneToken, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+    return _one_token(*arrays, call=call)
+
+
+_one_token = defined.primitive("jmx_one_token")
