@@ -61,8 +61,8 @@ struct Call {
   float epsilon, router_epsilon;
 };
 
-// The shared memory of a CTA.
-struct Shared {
+// The shared memory of a CTA, before its slots.
+struct alignas(128) Shared {
   float sums[kWarps][kMostGroup][kDim];  // attention: each warp's sums of values, and their softmax's peak and total
   float peaks[kWarps][kMostGroup], totals[kWarps][kMostGroup];
   float products[kColumnGroups][kMostRows];  // of each row, by columns
@@ -70,7 +70,6 @@ struct Shared {
   alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // a key head's queries, key and value
   unsigned long long full[kMostSlots], empty[kMostSlots];
   unsigned last;
-  alignas(128) unsigned char slots[];  // of Plan::slot_bytes each, as many as there is memory for
 };
 
 }  // namespace jmx

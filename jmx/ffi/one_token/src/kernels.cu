@@ -114,7 +114,7 @@ __device__ void ComputeRouter(const Call& call, const Plan& plan, Shared& shared
       Wait(&shared.full[slot], round & 1);
       if (inside) {
         float w[kVector];
-        Unpack(reinterpret_cast<const uint4*>(shared.slots + slot * plan.slot_bytes)[at], w);
+        Unpack(reinterpret_cast<const uint4*>(Slot(shared, plan, slot))[at], w);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) dot += w[j] * xs[j];
       }

@@ -27,6 +27,11 @@ struct Plan {
         slot_bytes(2 * max(call.hidden, call.kv_heads * call.group * kDim)) {}
 };
 
+// Where a row is in shared memory.
+__device__ __forceinline__ unsigned char* Slot(Shared& shared, const Plan& plan, int slot) {
+  return reinterpret_cast<unsigned char*>(&shared + 1) + slot * plan.slot_bytes;
+}
+
 // Copies all rows, one after the other: a slot is free when the row before in it was multiplied. No row depends on what
 // is computed, so that memory is never idle while CTAs wait for each other.
 __device__ void CopyRows(const Call& call, const Plan& plan, Shared& shared) {
@@ -46,7 +51,7 @@ __device__ void CopyRows(const Call& call, const Plan& plan, Shared& shared) {
     } else {
       from = call.router_weights + (long long)(blockIdx.x + (n - out) * gridDim.x) * columns;
     }
-    Copy(shared.slots + slot * plan.slot_bytes, from, 2 * columns, &shared.full[slot]);
+    Copy(Slot(shared, plan, slot), from, 2 * columns, &shared.full[slot]);
     if (++slot == call.slots) slot = 0, ++round;
   }
 }
@@ -66,7 +71,7 @@ __device__ __forceinline__ void MultiplyRows(const Call& call, const Plan& plan,
       const int row = base + i * kRowGroups;
       if (row >= count) continue;
       const int round = (begin + row) / call.slots, slot = begin + row - round * call.slots;
-      const uint4* weights = reinterpret_cast<const uint4*>(shared.slots + slot * plan.slot_bytes);
+      const uint4* weights = reinterpret_cast<const uint4*>(Slot(shared, plan, slot));
       Wait(&shared.full[slot], round & 1);
       float more = 0;
 #pragma unroll
