@@ -19,6 +19,19 @@ using Stream = void*;
 using Address = unsigned long long;
 constexpr Status kPeerAccessAlreadyEnabled = 704;
 
+// A launch that begins when all of its CTAs can run at once, so that they may wait for each other.
+struct LaunchAttribute {
+  int id = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+  int padding = 0;
+  int value[16] = {1};
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 // A function of libcuda.so.1, called like the pointer that it converts to.
 template <typename Signature>
 class DriverFunction {
@@ -55,6 +68,7 @@ struct Driver {
   DriverFunction<Status(Function, int, int)> set_attribute{"cuFuncSetAttribute"};
   DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
       launch{"cuLaunchKernel"};
+  DriverFunction<Status(const LaunchConfig*, Function, void**, void**)> launch_together{"cuLaunchKernelEx"};
   DriverFunction<Status(Status, const char**)> error_string{"cuGetErrorString"};
 };
 

@@ -16,7 +16,8 @@ from jmx import meshes
 from jmx.ffi.one_token.library import TARGET
 from jmx.pallas import defined
 from jmx.pallas.few_rows import heads, linear
-from jmx.pallas.few_rows.choice import Tile
+from jmx.pallas.few_rows.choice import CAPABILITY, Tile
+from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Shaped
 
 # As jmx/ffi/one_token/src/call.h has them.
@@ -25,6 +26,7 @@ MOST_GROUP = 8
 MOST_KV_HEADS = 32
 MOST_SPLITS = 16
 MOST_ROWS = 64  # of a matrix, for one SM
+MOST_ROUTER_ROWS = 8  # of the router, for one SM: they stay in shared memory
 MOST_COLUMNS = 4096  # of a matrix
 VECTOR = 8  # elements that are loaded at once
 
@@ -68,6 +70,7 @@ class Operands(NamedTuple):
     router_bias: Any
 
 
+_BIASES = ("heads_bias", "out_bias", "router_bias")
 _OPTIONAL = ("heads_bias", "tables", "sinks", "out_bias", "router_bias")
 
 
@@ -78,6 +81,33 @@ class Results(NamedTuple):
     cache: Any
     logits: Any
     normed: Any
+
+
+def reject_reason(given: Operands, environment: Environment) -> str | None:
+    """Why the kernel does not take operands, of shapes that fit each other, on a machine; None if it does."""
+    if environment.compute_capability != CAPABILITY or environment.core_count is None:
+        capability = environment.compute_capability
+        this = environment.platform if capability is None else ".".join(map(str, capability))
+        return f"needs a GPU of compute capability 9.0 (this is {this})"
+    biases = (name for name in _BIASES if getattr(given, name) is not None)
+    for name in ("x", "heads", "out", "router", "cache", *biases):
+        dtype = getattr(getattr(given, name), "dtype", None)  # quantized weights have none
+        if dtype != jnp.bfloat16:
+            return f"`{name}` (of {dtype}) must be bfloat16"
+    kv_heads, dim = given.cache.shape[2], given.cache.shape[4]
+    if dim != DIM or given.cos.shape[-1] != DIM // 2:
+        return f"channels of a head (={dim}) must be {DIM}, all of them rotated (={2 * given.cos.shape[-1]})"
+    group = given.out.shape[1] // DIM // kv_heads
+    if group > MOST_GROUP or kv_heads > MOST_KV_HEADS:
+        return f"key heads (={kv_heads}) must be at most {MOST_KV_HEADS}, with at most {MOST_GROUP} queries (={group})"
+    for name in ("heads", "out", "router"):
+        rows, columns = getattr(given, name).shape
+        if columns % VECTOR or columns > MOST_COLUMNS:
+            return f"columns of `{name}` (={columns}) must be a multiple of {VECTOR} and at most {MOST_COLUMNS}"
+        most = (MOST_ROUTER_ROWS if name == "router" else MOST_ROWS) * environment.core_count
+        if rows > most:
+            return f"rows of `{name}` (={rows}) must be at most {most} with {environment.core_count} SMs"
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
 )
-_FOLDER = pathlib.Path(__file__).parent
-_PATH = _FOLDER / "libjmx_one_token.so"
+FOLDER = pathlib.Path(__file__).parent
+_PATH = FOLDER / "libjmx_one_token.so"
 HEADERS = ("call.h", "primitives.cuh", "rows.cuh", "attention.cuh")
 
 
@@ -43,7 +43,7 @@ def library() -> Library:
         return Library(f"needs a GPU of compute capability {CAPABILITY} (this is {capability})")
     try:
         loaded = load(_PATH, {"jmx_one_token_set_image": ctypes.c_int})
-        image = nvrtc.compile_kernels(_FOLDER / "src", HEADERS, "sm_90a")
+        image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, "sm_90a")
         loaded.jmx_one_token_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
         stages = {"initialize": f"{TARGET}_initialize", "execute": TARGET}
         handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}

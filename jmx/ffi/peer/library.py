@@ -19,9 +19,9 @@ BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
 )
-_FOLDER = pathlib.Path(__file__).parent
-_PATH = _FOLDER / "libjmx_peer.so"
-_HEADERS = ("region.h", "lines.h")
+FOLDER = pathlib.Path(__file__).parent
+_PATH = FOLDER / "libjmx_peer.so"
+HEADERS = ("region.h", "lines.h")
 
 
 class Library(NamedTuple):
@@ -46,7 +46,7 @@ def library() -> Library:
         loaded = load(_PATH, {"jmx_peer_set_image": ctypes.c_int, "jmx_peer_fault": ctypes.c_char_p})
         if fault := loaded.jmx_peer_fault(ctypes.c_int(num_gpus)).decode():
             return Library(fault)
-        image = nvrtc.compile_kernels(_FOLDER / "src", _HEADERS, nvrtc.architecture())
+        image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, nvrtc.architecture())
         loaded.jmx_peer_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
         for target in (GATHER, SCATTER, SUM):
             stages = {"initialize": f"{target}_initialize", "execute": target}

@@ -175,8 +175,9 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
     call.slots = std::min(kMostSlots, (gpu.shared_bytes - static_cast<int>(sizeof(Shared))) / slot_bytes);
     const unsigned bytes = sizeof(Shared) + call.slots * slot_bytes;
     void* parameters[] = {&call};
-    Check(driver().launch(gpu.function, gpu.num_processors, 1, 1, kAllThreads, 1, 1, bytes, stream, parameters, nullptr),
-          "cuLaunchKernel");
+    LaunchAttribute together;
+    const LaunchConfig config{{unsigned(gpu.num_processors), 1, 1}, {kAllThreads, 1, 1}, bytes, stream, &together, 1};
+    Check(driver().launch_together(&config, gpu.function, parameters, nullptr), "cuLaunchKernelEx");
   } catch (const std::string& reason) {
     return Failed(reason);
   }
