@@ -23,11 +23,10 @@ from jmx.util.typing import Array, Shaped
 # As jmx/ffi/one_token/src/call.h has them.
 DIM = 64  # channels of a head
 MOST_GROUP = 8
-MOST_KV_HEADS = 32
-MOST_SPLITS = 16
 MOST_ROWS = 64  # of a matrix, for one SM
 MOST_ROUTER_ROWS = 8  # of the router, for one SM: they stay in shared memory
-MOST_COLUMNS = 4096  # of a matrix
+MOST_HIDDEN = 3840  # columns of the first matrix and of the router
+MOST_COLUMNS = 4320  # of the result's matrix
 VECTOR = 8  # elements that are loaded at once
 
 _NO_TILE = Tile(2, 1024, 4)  # of definitions, which have none
@@ -98,12 +97,13 @@ def reject_reason(given: Operands, environment: Environment) -> str | None:
     if dim != DIM or given.cos.shape[-1] != DIM // 2:
         return f"channels of a head (={dim}) must be {DIM}, all of them rotated (={2 * given.cos.shape[-1]})"
     group = given.out.shape[1] // DIM // kv_heads
-    if group > MOST_GROUP or kv_heads > MOST_KV_HEADS:
-        return f"key heads (={kv_heads}) must be at most {MOST_KV_HEADS}, with at most {MOST_GROUP} queries (={group})"
+    if group > MOST_GROUP:
+        return f"queries to a key head (={group}) must be at most {MOST_GROUP}"
     for name in ("heads", "out", "router"):
         rows, columns = getattr(given, name).shape
-        if columns % VECTOR or columns > MOST_COLUMNS:
-            return f"columns of `{name}` (={columns}) must be a multiple of {VECTOR} and at most {MOST_COLUMNS}"
+        most = MOST_COLUMNS if name == "out" else MOST_HIDDEN
+        if columns % VECTOR or columns > most:
+            return f"columns of `{name}` (={columns}) must be a multiple of {VECTOR} and at most {most}"
         most = (MOST_ROUTER_ROWS if name == "router" else MOST_ROWS) * environment.core_count
         if rows > most:
             return f"rows of `{name}` (={rows}) must be at most {most} with {environment.core_count} SMs"
@@ -157,21 +157,17 @@ class OneToken:
         return [x, cache, logits, normed]
 
     def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-        given = self.operands(arrays)
-        rows, attended = given.heads.shape[0], given.out.shape[1]
-        parts = MOST_SPLITS * (attended // DIM) * (DIM + 2)
-        scratch = jax.ShapeDtypeStruct((4 * parts + 2 * (rows + attended),), jnp.uint8)
         present = sum((name in self.present) << bit for bit, name in enumerate(_OPTIONAL))
-        call = jax.ffi.ffi_call(
-            TARGET, [*self.shapes(*arrays), scratch], input_output_aliases={self.present.index("cache"): 1}
-        )
-        return call(
+        aliases = {self.present.index("cache"): 1}
+        call = jax.ffi.ffi_call(TARGET, self.shapes(*arrays), input_output_aliases=aliases)
+        results = call(
             *arrays,
             present=np.int64(present),
             window=np.int64(self.window or 0),
             epsilon=np.float32(self.epsilon),
             router_epsilon=np.float32(self.router_epsilon),
-        )[:4]
+        )
+        return [*results]
 
 
 def _attend(

@@ -20,7 +20,7 @@ struct Block {
 class Attention {
  public:
   // The positions that are attended to, and the splits of their keys.
-  __device__ Attention(const Call& call, Shared& shared) : call_(call), shared_(shared) {
+  __device__ Attention(const Call& call, Shared& shared, u32 launch) : call_(call), shared_(shared), launch_(launch) {
     position_ = min(*call.position, call.page * call.num_pages - 1);
     begin_ = call.window > 0 ? max(0, position_ - call.window + 1) : 0;
     const int number = position_ + 1 - begin_, blocks = (number + kKeys - 1) / kKeys;
@@ -36,13 +36,15 @@ class Attention {
   // Whether this CTA has a part in it.
   __device__ bool Takes() const { return head_ < call_.kv_heads; }
 
-  // Loads the first keys and values, then waits for the queries, and attends.
+  // Loads the first keys and values.
+  __device__ void Begin() {
+    number_ = first_ + threadIdx.x / 32;
+    if (number_ < last_) Load(number_);
+  }
+
+  // Waits for the queries, and attends.
   __device__ void Run() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    Block block;
-    int number = first_ + warp;
-    if (number < last_) Load(block, number, g, t);
-    if (threadIdx.x == 0) WaitFor(&call_.counters->heads[head_], (call_.group + 2) * kDim);
     Rotate();
     u32 q0[4] = {}, q2[4] = {};
     if (g < call_.group) {
@@ -52,16 +54,16 @@ class Attention {
     }
     const float factor = rsqrtf((float)kDim) * kLog2E;
     float peak = kLowest, total = 0, sums[8][4] = {};
-    for (; number < last_; number += kWarps) {
-      const int key = begin_ + number * kKeys;
-      if (key + kKeys > position_) TakeNew(block, key, g, t);
+    for (; number_ < last_; number_ += kWarps) {
+      const int key = begin_ + number_ * kKeys;
+      if (key + kKeys > position_) TakeNew(key);
       float scores[2][4] = {};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        Multiply(scores[j], q0[0], q2[0], block.keys[j][0].x, block.keys[j][0].y);
-        Multiply(scores[j], q0[1], q2[1], block.keys[j][0].z, block.keys[j][0].w);
-        Multiply(scores[j], q0[2], q2[2], block.keys[j][1].x, block.keys[j][1].y);
-        Multiply(scores[j], q0[3], q2[3], block.keys[j][1].z, block.keys[j][1].w);
+        Multiply(scores[j], q0[0], 0, q2[0], 0, block_.keys[j][0].x, block_.keys[j][0].y);
+        Multiply(scores[j], q0[1], 0, q2[1], 0, block_.keys[j][0].z, block_.keys[j][0].w);
+        Multiply(scores[j], q0[2], 0, q2[2], 0, block_.keys[j][1].x, block_.keys[j][1].y);
+        Multiply(scores[j], q0[3], 0, q2[3], 0, block_.keys[j][1].z, block_.keys[j][1].w);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           scores[j][i] = key + j * 8 + t * 2 + i <= position_ ? scores[j][i] * factor : kLowest;
@@ -78,15 +80,15 @@ class Attention {
 #pragma unroll
         for (int i = 0; i < 2; ++i) p[j][i] = Exp2(scores[j][i] - peak), total += p[j][i];
       const u32 p0 = Pack(p[0][0], p[0][1]), p2 = Pack(p[1][0], p[1][1]);
-      const u32(&values)[4][4] = reinterpret_cast<const u32(&)[4][4]>(block.values);
+      const u32(&values)[4][4] = reinterpret_cast<const u32(&)[4][4]>(block_.values);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {  // channel 8 g + i
         const u32 half = i % 2 ? 0x7632 : 0x5410;
         sums[i][0] *= rescale, sums[i][1] *= rescale;
-        Multiply(sums[i], p0, p2, __byte_perm(values[0][i / 2], values[1][i / 2], half),
+        Multiply(sums[i], p0, 0, p2, 0, __byte_perm(values[0][i / 2], values[1][i / 2], half),
                  __byte_perm(values[2][i / 2], values[3][i / 2], half));
       }
-      if (number + kWarps < last_) Load(block, number + kWarps, g, t);
+      if (number_ + kWarps < last_) Load(number_ + kWarps);
     }
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
@@ -106,31 +108,33 @@ class Attention {
   }
 
   // Positions after the last one have its keys, which TakeNew replaces.
-  __device__ void Load(Block& block, int number, int g, int t) const {
+  __device__ void Load(int number) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int key = begin_ + number * kKeys;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const Bf16* from = Place(min(key + j * 8 + g, position_)) + t * 16;
-      block.keys[j][0] = Load16Bytes(from), block.keys[j][1] = Load16Bytes(from + 8);
+      block_.keys[j][0] = Load16Bytes(from), block_.keys[j][1] = Load16Bytes(from + 8);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      block.values[j] = Load16Bytes(Place(min(key + j / 2 * 8 + t * 2 + j % 2, position_)) + call_.part_stride + g * 8);
+      block_.values[j] = Load16Bytes(Place(min(key + j / 2 * 8 + t * 2 + j % 2, position_)) + call_.part_stride + g * 8);
   }
 
   // The token's own key and value, which are not in the cache before this launch.
-  __device__ void TakeNew(Block& block, int key, int g, int t) const {
+  __device__ void TakeNew(int key) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const Bf16(&rows)[kMostGroup + 2][kDim] = shared_.heads;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
       if (key + j * 8 + g >= position_) {
         const uint4* from = reinterpret_cast<const uint4*>(&rows[call_.group][t * 16]);
-        block.keys[j][0] = from[0], block.keys[j][1] = from[1];
+        block_.keys[j][0] = from[0], block_.keys[j][1] = from[1];
       }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (key + j / 2 * 8 + t * 2 + j % 2 >= position_)
-        block.values[j] = *reinterpret_cast<const uint4*>(&rows[call_.group + 1][g * 8]);
+        block_.values[j] = *reinterpret_cast<const uint4*>(&rows[call_.group + 1][g * 8]);
   }
 
   // Rotates queries and the key to shared memory; writes key and value to the cache.
@@ -139,10 +143,13 @@ class Attention {
     const int row = threadIdx.x / kPairs, pair = threadIdx.x % kPairs;
     float cos = 1, sin = 0;
     if (row <= call_.group) cos = __ldg(call_.cos + pair), sin = __ldg(call_.sin + pair);
-    Sync();
     if (row < call_.group + 2) {
-      const Bf16* from = call_.heads + (head_ * (call_.group + 2) + row) * kDim + pair;
-      const float x = LoadBf16(from), y = LoadBf16(from + kPairs);
+      const Word* from = call_.kept->heads + (head_ * (call_.group + 2) + row) * kDim + pair;
+      float x, y;
+      while (!Receive(from, launch_, x)) {
+      }
+      while (!Receive(from + kPairs, launch_, y)) {
+      }
       const Bf16 first = Narrow(x * cos - y * sin), second = Narrow(y * cos + x * sin);
       shared_.heads[row][pair] = first, shared_.heads[row][pair + kPairs] = second;
       if (row >= call_.group && split_ == 0) {
@@ -169,59 +176,55 @@ class Attention {
         total += shared_.totals[i][query] * share, value += shared_.sums[i][query][channel] * share;
       }
       if (whole) {
-        call_.attended[(head_ * call_.group + query) * kDim + channel] = Narrow(value / total);
+        SendResult(query, channel, value / total);
       } else {
-        float* to = Part(split_, query);
-        to[channel] = value;
-        if (channel == 0) to[kDim] = peak, to[kDim + 1] = total;
+        Word* to = Part(split_, query);
+        Send(to + channel, __float_as_uint(value), launch_);
+        if (channel == 0) Send(to + kDim, __float_as_uint(peak), launch_);
+        if (channel == 1) Send(to + kDim + 1, __float_as_uint(total), launch_);
       }
     }
-    Sync();
-    if (!whole) {
-      if (threadIdx.x == 0) {
-        __threadfence();
-        shared_.last = AddAcquireRelease(&call_.counters->splits[head_], 1) == splits_ - 1;
-        __threadfence();
-      }
-      Sync();
-      if (!shared_.last) return;
-      SumSplits();
-      Sync();
-    }
-    if (threadIdx.x == 0) {
-      __threadfence();
-      AddRelease(&call_.counters->attended, 1);
-    }
+    if (!whole && split_ == 0) SumSplits();
   }
 
   __device__ void SumSplits() {
+    constexpr int kAtOnce = 4;  // splits whose loads are on their way together
     for (int at = threadIdx.x; at < call_.group * kDim; at += kThreads) {
       const int query = at / kDim, channel = at % kDim;
-      float values[kMostSplits], peaks[kMostSplits], totals[kMostSplits];
+      float peak = Sink(query), total = 1, value = 0;
+      for (int base = 0; base < splits_; base += kAtOnce) {
+        float values[kAtOnce], peaks[kAtOnce], totals[kAtOnce];
+        bool all;
+        do {
+          all = true;
 #pragma unroll
-      for (int i = 0; i < kMostSplits; ++i) {
-        const float* from = Part(i, query);
-        const bool inside = i < splits_;
-        values[i] = inside ? __ldcg(from + channel) : 0;
-        peaks[i] = inside ? __ldcg(from + kDim) : kLowest;
-        totals[i] = inside ? __ldcg(from + kDim + 1) : 0;
+          for (int i = 0; i < kAtOnce; ++i) {
+            const Word* from = Part(min(base + i, splits_ - 1), query);
+            all &= Receive(from + channel, launch_, values[i]);
+            all &= Receive(from + kDim, launch_, peaks[i]);
+            all &= Receive(from + kDim + 1, launch_, totals[i]);
+          }
+        } while (!all);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (base + i >= splits_) break;
+          const float top = fmaxf(peak, peaks[i]), before = Exp2(peak - top), share = Exp2(peaks[i] - top);
+          total = total * before + totals[i] * share, value = value * before + values[i] * share, peak = top;
+        }
       }
-      const float sink = Sink(query);
-      float peak = sink;
-#pragma unroll
-      for (int i = 0; i < kMostSplits; ++i) peak = fmaxf(peak, peaks[i]);
-      float total = Exp2(sink - peak), value = 0;
-#pragma unroll
-      for (int i = 0; i < kMostSplits; ++i) {
-        const float share = Exp2(peaks[i] - peak);
-        total += totals[i] * share, value += values[i] * share;
-      }
-      call_.attended[(head_ * call_.group + query) * kDim + channel] = Narrow(value / total);
+      SendResult(query, channel, value / total);
     }
   }
 
-  __device__ float* Part(int split, int query) const {
-    return call_.parts + (long long)((head_ * kMostSplits + split) * call_.group + query) * kPart;
+  // Two channels of two lanes are a word.
+  __device__ void SendResult(int query, int channel, float value) const {
+    const float next = __shfl_xor_sync(~0u, value, 1);
+    Word* to = call_.kept->attended + ((head_ * call_.group + query) * kDim + channel) / 2;
+    if (channel % 2 == 0) Send(to, Pack(value, next), launch_);
+  }
+
+  __device__ Word* Part(int split, int query) const {
+    return call_.kept->parts + ((head_ * kMostSplits + split) * call_.group + query) * kPart;
   }
 
   __device__ float Sink(int query) const {
@@ -230,7 +233,9 @@ class Attention {
 
   const Call& call_;
   Shared& shared_;
-  int position_, begin_, splits_, head_, split_, first_, last_;
+  const u32 launch_;
+  int position_, begin_, splits_, head_, split_, first_, last_, number_;
+  Block block_;
 };
 
 }  // namespace jmx

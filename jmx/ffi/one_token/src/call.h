@@ -1,31 +1,36 @@
-// What the kernel of kernel.cu is given: for the handler on the host, and for the GPU.
+// What the kernel of kernels.cu is given: for the handler on the host, and for the GPU.
 #pragma once
 
 namespace jmx {
 
 typedef unsigned short Bf16;  // its bits
 
-constexpr int kWarps = 16;  // that multiply; one more copies weights
-constexpr int kColumnGroups = 4, kRowGroups = kWarps / kColumnGroups;  // of warps, in a product
+constexpr int kWarps = 15;  // that multiply; one more copies weights. With 16 warps a thread has 128 registers
 constexpr int kThreads = 32 * kWarps, kAllThreads = kThreads + 32;
 constexpr int kVector = 8;  // elements in 16 bytes
-constexpr int kPerThread = 4;  // vectors of a row, at most
-constexpr int kMostColumns = 32 * kColumnGroups * kPerThread * kVector;  // of a matrix
+constexpr int kTileRows = 16, kTileColumns = 32;  // of a matrix, in a warp's registers at a time
+constexpr int kMostSteps = 9;  // tiles of a row, for one warp
+constexpr int kMostHidden = kThreads * kVector;  // columns: each thread has a vector of the router's
+constexpr int kMostColumns = kMostSteps * kWarps * kTileColumns;  // of the result's matrix
 constexpr int kMostRows = 64;  // of a matrix, for one CTA
-constexpr int kMostSlots = 40;
+constexpr int kMostProcessors = 160;
+constexpr int kMostSlots = 40;  // of rows in shared memory
+constexpr int kInFlight = 6;  // rows that are on their way at a time: with more, all other loads wait behind them
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
-constexpr int kMostKvHeads = 32;
 constexpr int kMostSplits = 16;  // CTAs that share the keys of a head
 constexpr int kPart = kDim + 2;  // float32 that one of them has for each query: sums, peak, total
 
-// How far all CTAs of a launch are. Zeros before a launch, and after it.
-struct Counters {
-  unsigned heads[kMostKvHeads];  // rows of queries, keys and values of each key head
-  unsigned splits[kMostKvHeads];
-  unsigned attended, padding[31];  // key heads; the padding keeps CTAs that wait for one counter off the other's line
-  unsigned summed, more_padding[31];  // CTAs
-  unsigned ended;
+// 32 bits with the number of the launch that wrote them, in the upper 32: who waits for them loads until it finds that.
+typedef unsigned long long Word;
+
+// What a GPU keeps between launches, zeros at first. Each launch writes all words that it reads.
+struct Kept {
+  unsigned launches, padding[31];
+  Word heads[kMostRows * kMostProcessors];  // queries, keys and values: a float32 each
+  Word attended[kMostColumns / 2];  // two bfloat16 each
+  Word x[kMostHidden / 2];
+  Word parts[kMostColumns / kDim * kMostSplits * kPart];  // float32 of splits, see kPart
 };
 
 // Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
@@ -48,16 +53,12 @@ struct Call {
   Bf16* x_out;  // (hidden,)
   float* logits;  // (experts,)
   Bf16* normed;  // (hidden,)
-  // Scratch memory, and what is kept between launches.
-  Bf16* heads;  // as many as rows of heads_weights
-  Bf16* attended;  // (kv_heads * group * kDim,)
-  float* parts;  // (kv_heads, kMostSplits, group, kPart)
-  Counters* counters;
+  Kept* kept;
   int hidden, kv_heads, group, experts;
   int page, num_pages;  // positions of a page, and pages of the row
   long long part_stride;  // elements between keys and values in `cache`
   int window;  // 0: none
-  int slots;  // of rows, in shared memory
+  int slots;  // of rows in shared memory, a tile of them at least
   float epsilon, router_epsilon;
 };
 
@@ -65,11 +66,15 @@ struct Call {
 struct alignas(128) Shared {
   float sums[kWarps][kMostGroup][kDim];  // attention: each warp's sums of values, and their softmax's peak and total
   float peaks[kWarps][kMostGroup], totals[kWarps][kMostGroup];
-  float products[kColumnGroups][kMostRows];  // of each row, by columns
+  float products[kWarps][kMostRows];  // of each row, by columns
   float squares[kWarps], dots[kWarps];
   alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // a key head's queries, key and value
   unsigned long long full[kMostSlots], empty[kMostSlots];
-  unsigned last;
 };
+
+// Bytes of a slot, for rows of the longer matrix. A tile is read by two rows at a time, whose banks are then not the same.
+constexpr int SlotBytes(int hidden, int attended) {
+  return ((hidden > attended ? hidden : attended) * 2 + 127) / 128 * 128 + 64;
+}
 
 }  // namespace jmx

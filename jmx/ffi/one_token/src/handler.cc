@@ -18,10 +18,10 @@ namespace ffi = xla::ffi;
 constexpr int kNumProcessors = 16, kSharedMemory = 97;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._PER_BLOCK_OPTIN
 constexpr int kDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-// What a GPU has: the kernel, and counters, which are never freed: a program may be launched at any time.
+// What a GPU has: the kernel, and what it keeps, which is never freed: a program may be launched at any time.
 struct OfGpu {
   Function function = nullptr;
-  Address counters = 0;
+  Address kept = 0;
   int num_processors = 0, shared_bytes = 0;
 };
 
@@ -45,9 +45,10 @@ class Resources {
     const Current current(ordinal);
     const Device device = DeviceOf(ordinal);
     Check(driver().attribute(&found.num_processors, kNumProcessors, device), "cuDeviceGetAttribute");
+    if (found.num_processors > kMostProcessors) throw std::string("more SMs than are known");
     Check(driver().attribute(&found.shared_bytes, kSharedMemory, device), "cuDeviceGetAttribute");
-    Check(driver().allocate(&found.counters, sizeof(Counters)), "cuMemAlloc");
-    Check(driver().fill(found.counters, 0, sizeof(Counters) / 4), "cuMemsetD32");
+    Check(driver().allocate(&found.kept, sizeof(Kept)), "cuMemAlloc");
+    Check(driver().fill(found.kept, 0, sizeof(Kept) / 4), "cuMemsetD32");
     Check(driver().synchronize(), "cuCtxSynchronize");
     Module module = nullptr;
     Function function = nullptr;
@@ -124,7 +125,7 @@ Call CallOf(const OfGpu& gpu, int64_t present, int64_t window, float epsilon, fl
   call.kv_heads = its.last(2);
   call.page = its.last(3);
   call.part_stride = its.last(1) * its.last(2) * its.last(3) * its.last(4);
-  if (its.last(4) != kDim || call.kv_heads > kMostKvHeads) throw std::string("heads of another size, or too many");
+  if (its.last(4) != kDim) throw std::string("heads of another size");
   call.tables = its.Optional<int>(2, ffi::S32);
   call.num_pages = call.tables == nullptr ? 1 : its.last(1);
   call.position = its.Address<int>(1, ffi::S32);
@@ -136,18 +137,14 @@ Call CallOf(const OfGpu& gpu, int64_t present, int64_t window, float epsilon, fl
   call.router_weights = its.Address<Bf16>(2, ffi::BF16);
   call.experts = its.last(0);
   call.router_bias = its.Optional<Bf16>(1, ffi::BF16);
-  if (args.size() != its.count() || results.size() != 5) throw std::string("wrong number of arrays");
+  if (args.size() != its.count() || results.size() != 4) throw std::string("wrong number of arrays");
   if (call.group > kMostGroup || rows != call.kv_heads * (call.group + 2) * kDim) throw std::string("wrong heads");
 
   call.x_out = ResultOf<Bf16>(results, 0);
   if (ResultOf<Bf16>(results, 1) != call.cache) throw std::string("the cache is not written in place");
   call.logits = ResultOf<float>(results, 2);
   call.normed = ResultOf<Bf16>(results, 3);
-  char* scratch = ResultOf<char>(results, 4);
-  call.parts = reinterpret_cast<float*>(scratch);
-  call.heads = reinterpret_cast<Bf16*>(call.parts + call.kv_heads * kMostSplits * call.group * kPart);
-  call.attended = call.heads + rows;
-  call.counters = reinterpret_cast<Counters*>(gpu.counters);
+  call.kept = reinterpret_cast<Kept*>(gpu.kept);
   call.window = static_cast<int>(window);
   call.epsilon = epsilon;
   call.router_epsilon = router_epsilon;
@@ -171,8 +168,9 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
   try {
     const OfGpu& gpu = Resources::Get().Find(ordinal);
     Call call = CallOf(gpu, present, window, epsilon, router_epsilon, args, results);
-    const int slot_bytes = 2 * std::max(call.hidden, call.kv_heads * call.group * kDim);
+    const int slot_bytes = SlotBytes(call.hidden, call.kv_heads * call.group * kDim);
     call.slots = std::min(kMostSlots, (gpu.shared_bytes - static_cast<int>(sizeof(Shared))) / slot_bytes);
+    if (call.slots < kTileRows) throw std::string("rows that do not fit into shared memory");
     const unsigned bytes = sizeof(Shared) + call.slots * slot_bytes;
     void* parameters[] = {&call};
     LaunchAttribute together;

@@ -1,120 +1,103 @@
 // The part of a decoder's layer between two sums of experts, of one token, as one kernel: norm, queries, keys and values,
 // their rotation, the cache, attention, the product of the result, the residual, norm and router.
 //
-// Each SM has one CTA, and all run at once. What one CTA computes and others need goes through the L2 cache, with counters
-// by which CTAs wait. Weights are copied to shared memory all the while.
+// Each SM has one CTA, and all run at once. What one CTA computes and others need goes through the L2 cache, as words that
+// have the number of the launch. Weights are copied to shared memory all the while.
 #include "attention.cuh"
 
 namespace jmx {
-
-// This thread's elements of a vector of `columns`, as MultiplyRows has them.
-template <typename Take>
-__device__ __forceinline__ void ForVectors(int columns, Take&& take) {
-  const int first = threadIdx.x / 32 % kColumnGroups * 32 + threadIdx.x % 32;
-#pragma unroll
-  for (int k = 0; k < kPerThread; ++k) {
-    const int at = first + k * 32 * kColumnGroups;
-    if (at * kVector < columns) take(k, at);
-  }
-}
 
 __device__ __forceinline__ void LoadFloats(const float* from, float (&to)[kVector]) {
   const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from) + 1);
   to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-// Queries, keys and values, to global memory.
-__device__ void ComputeHeads(const Call& call, const Plan& plan, Shared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float xs[kPerThread][kVector] = {}, squares = 0;
-  ForVectors(call.hidden, [&](int k, int at) {
-    float scale[kVector];
-    LoadFloats(call.scale + at * kVector, scale);
-    Unpack(Load16Bytes(call.x + at * kVector), xs[k]);
+// Queries, keys and values. Each thread finishes a row.
+__device__ __forceinline__ void ComputeHeads(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = plan.heads.first + threadIdx.x;
+  const bool finishes = (int)threadIdx.x < plan.heads.count;
+  Vector x;
+  float squares = 0;
+  Vector::ForSteps(call.hidden, [&](int step, int at) {
+    float values[kVector], scale[kVector];
+    LoadFloats(call.scale + at, scale);
+    Unpack(Load16Bytes(call.x + at), values);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) squares += xs[k][j] * xs[k][j], xs[k][j] *= scale[j];
+    for (int j = 0; j < kVector; ++j) {
+      if (lane < 4) squares += values[j] * values[j];  // others have the same
+      values[j] *= scale[j];
+    }
+    x.Set(step, values);
   });
+  const float bias = finishes && call.heads_bias != nullptr ? Wide(call.heads_bias[row]) : 0;
   squares = WarpSum(squares);
-  if (lane == 0) shared.squares[warp] = squares;  // those of the first kColumnGroups warps are of all columns
+  if (lane == 0) shared.squares[warp] = squares;
   SyncStart();
-  MultiplyRows(call, plan, shared, 0, plan.heads.count, call.hidden, xs);
+  MultiplyRows(call, plan, shared, 0, plan.heads.count, call.hidden, x);
   Sync();
-  if (warp > 0) return;
+  if (!finishes) return;
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kColumnGroups; ++i) sum += shared.squares[i];
-  const float rate = rsqrtf(sum / call.hidden + call.epsilon);
-  for (int n = lane; n < plan.heads.count; n += 32) {
-    const int row = plan.heads.first + n;
-    const float bias = call.heads_bias == nullptr ? 0 : Wide(call.heads_bias[row]);
-    call.heads[row] = Narrow(Product(shared, n) * rate + bias);
-  }
-  __syncwarp();
-  const int each = (call.group + 2) * kDim, end = plan.heads.first + plan.heads.count;
-  if (lane > 0) return;
-  __threadfence();
-  for (int row = plan.heads.first; row < end;) {
-    const int head = row / each, next = min(end, (head + 1) * each);
-    AddRelease(&call.counters->heads[head], next - row);
-    row = next;
-  }
+  for (int i = 0; i < kWarps; ++i) sum += shared.squares[i];
+  const float value = Product(shared, threadIdx.x) * rsqrtf(sum / call.hidden + call.epsilon) + bias;
+  Send(call.kept->heads + row, __float_as_uint(Wide(Narrow(value))), launch);
 }
 
-// The residual stream with attention's result, to global memory.
-__device__ void ComputeOut(const Call& call, const Plan& plan, Shared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns = call.kv_heads * call.group * kDim;
-  constexpr int kEach = kMostRows / 32;
-  float before[kEach] = {}, bias[kEach] = {};
-  if (warp == 0) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int n = lane + 32 * i, row = plan.out.first + n;
-      if (n >= plan.out.count) continue;
-      before[i] = Wide(call.x[row]);
-      if (call.out_bias != nullptr) bias[i] = Wide(call.out_bias[row]);
-    }
+// The residual stream with attention's result. Each thread finishes a row; two are a word.
+__device__ __forceinline__ void ComputeOut(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
+  const int columns = call.kv_heads * call.group * kDim, row = plan.out.first + threadIdx.x;
+  const bool finishes = (int)threadIdx.x < plan.out.count;
+  float before = 0, bias = 0;
+  if (finishes) {
+    before = Wide(call.x[row]);
+    if (call.out_bias != nullptr) bias = Wide(call.out_bias[row]);
   }
-  if (threadIdx.x == 0) WaitFor(&call.counters->attended, call.kv_heads);
-  Sync();
-  float xs[kPerThread][kVector] = {};
-  ForVectors(columns, [&](int k, int at) { Unpack(Load16Bytes(call.attended + at * kVector), xs[k]); });
-  MultiplyRows(call, plan, shared, plan.heads.count, plan.out.count, columns, xs);
-  Sync();
-  if (warp > 0) return;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int n = lane + 32 * i;
-    if (n >= plan.out.count) continue;
-    call.x_out[plan.out.first + n] = Narrow(before[i] + Wide(Narrow(Product(shared, n) + bias[i])));
+  Vector attended;
+  if (threadIdx.x % 32 < 4) {
+    bool all;
+    do {
+      all = true;
+      Vector::ForSteps(columns, [&](int step, int at) {
+        all &= Receive(call.kept->attended + at / 2, launch, attended.pairs[step]);
+      });
+    } while (!all);
   }
   __syncwarp();
-  if (lane > 0) return;
-  __threadfence();
-  AddRelease(&call.counters->summed, 1);
+  MultiplyRows(call, plan, shared, plan.heads.count, plan.out.count, columns, attended);
+  Sync();
+  if (threadIdx.x >= kMostRows) return;
+  const float value = finishes ? before + Wide(Narrow(Product(shared, threadIdx.x) + bias)) : 0;
+  const float next = __shfl_xor_sync(~0u, value, 1);
+  if (!finishes) return;
+  if (row % 2 == 0) Send(call.kept->x + row / 2, Pack(value, next), launch);
+  call.x_out[row] = Narrow(value);
 }
 
 // The router's logits, and the normed token. Each thread has one vector of it.
-__device__ void ComputeRouter(const Call& call, const Plan& plan, Shared& shared) {
+__device__ __forceinline__ void ComputeRouter(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = threadIdx.x;
   const bool inside = at * kVector < call.hidden;
   float scale[kVector] = {}, xs[kVector] = {}, squares = 0, rate = 0;
-  if (inside) LoadFloats(call.router_scale + at * kVector, scale);
-  if (threadIdx.x == 0) WaitFor(&call.counters->summed, gridDim.x);
-  Sync();
   if (inside) {
-    Unpack(Load16Bytes(call.x_out + at * kVector), xs);
+    LoadFloats(call.router_scale + at * kVector, scale);
+    u32 pairs[kVector / 2];
+    while (!Receive(call.kept->x + at * kVector / 2, launch, pairs)) {
+    }
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) squares += xs[j] * xs[j], xs[j] *= scale[j];
+    for (int j = 0; j < kVector; ++j) {
+      xs[j] = j % 2 ? High(pairs[j / 2]) : Low(pairs[j / 2]);
+      squares += xs[j] * xs[j], xs[j] *= scale[j];
+    }
   }
   squares = WarpSum(squares);
   for (int i = 0; i < max(1, plan.router); ++i) {
     float dot = 0;
     if (i < plan.router) {
-      const int n = plan.heads.count + plan.out.count + i, round = n / call.slots, slot = n - round * call.slots;
-      Wait(&shared.full[slot], round & 1);
+      const Place place(call, plan.heads.count + plan.out.count + i);
+      Wait(&shared.full[place.slot], place.parity);
       if (inside) {
         float w[kVector];
-        Unpack(reinterpret_cast<const uint4*>(Slot(shared, plan, slot))[at], w);
+        Unpack(reinterpret_cast<const uint4*>(Slot(shared, plan, place.slot))[at], w);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) dot += w[j] * xs[j];
       }
@@ -140,23 +123,15 @@ __device__ void ComputeRouter(const Call& call, const Plan& plan, Shared& shared
   }
 }
 
-// The last CTA, for which none waits any more, sets all counters to zero.
-__device__ void End(const Call& call) {
-  if (threadIdx.x > 0 || AddAcquireRelease(&call.counters->ended, 1) != gridDim.x - 1) return;
-  for (int i = 0; i < call.kv_heads; ++i) call.counters->heads[i] = 0, call.counters->splits[i] = 0;
-  call.counters->attended = 0, call.counters->summed = 0, call.counters->ended = 0;
-}
-
 }  // namespace jmx
 
 extern "C" __global__ void __launch_bounds__(jmx::kAllThreads, 1) jmx_one_token(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
-  extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(SharedMemory());
   const Plan plan(call);
   if (threadIdx.x >= kThreads) {
     if (threadIdx.x == kThreads) {
-      for (int i = 0; i < call.slots; ++i) InitBarrier(&shared.full[i], 1), InitBarrier(&shared.empty[i], kColumnGroups);
+      for (int i = 0; i < call.slots; ++i) InitBarrier(&shared.full[i], 1), InitBarrier(&shared.empty[i], kWarps);
       FenceBarriers();
     }
     __syncwarp();
@@ -164,10 +139,13 @@ extern "C" __global__ void __launch_bounds__(jmx::kAllThreads, 1) jmx_one_token(
     if (threadIdx.x == kThreads) CopyRows(call, plan, shared);
     return;
   }
-  ComputeHeads(call, plan, shared);
-  Attention attention(call, shared);
+  const u32 launch = Launches(call.kept) + 1;
+  Attention attention(call, shared, launch);
+  if (attention.Takes()) attention.Begin();
+  ComputeHeads(call, plan, shared, launch);
   if (attention.Takes()) attention.Run();
-  ComputeOut(call, plan, shared);
-  ComputeRouter(call, plan, shared);
-  End(call);
+  ComputeOut(call, plan, shared, launch);
+  ComputeRouter(call, plan, shared, launch);
+  // This CTA has words of all others, so that all know the number of this launch.
+  if (blockIdx.x == 0 && threadIdx.x == 0) call.kept->launches = launch;
 }

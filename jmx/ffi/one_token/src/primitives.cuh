@@ -8,6 +8,11 @@ namespace jmx {
 typedef unsigned u32;
 typedef unsigned long long u64;
 
+__device__ __forceinline__ unsigned char* SharedMemory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
+
 // Barriers in shared memory, which count arrivals and bytes, and copies to there
 
 __device__ __forceinline__ u32 SharedAddress(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -49,26 +54,40 @@ __device__ __forceinline__ void Sync() { asm volatile("bar.sync 1, %0;" ::"n"(kT
 __device__ __forceinline__ void SyncStart() { asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads) : "memory"); }
 __device__ __forceinline__ void ArriveAtStart() { asm volatile("bar.arrive 2, %0;" ::"n"(kAllThreads) : "memory"); }
 
-// Counters in global memory, by which CTAs wait for each other
+// Words in global memory, by which CTAs wait for each other
 
-__device__ __forceinline__ void AddRelease(u32* counter, u32 number) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(number) : "memory");
+__device__ __forceinline__ void Send(Word* to, u32 data, u32 launch) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((Word)launch << 32 | data) : "memory");
 }
 
-__device__ __forceinline__ u32 AddAcquireRelease(u32* counter, u32 number) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(number) : "memory");
-  return before;
+// Whether the words, an even number of them, are those of this launch; then `data` has them.
+template <int number>
+__device__ __forceinline__ bool Receive(const Word* from, u32 launch, u32 (&data)[number]) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < number; i += 2) {
+    Word first, second;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from + i) : "memory");
+    data[i] = (u32)first, data[i + 1] = (u32)second;
+    all = all && first >> 32 == launch && second >> 32 == launch;
+  }
+  return all;
 }
 
-__device__ __forceinline__ void WaitFor(const u32* counter, u32 number) {
-  u32 found;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
-  } while (found < number);
+__device__ __forceinline__ bool Receive(const Word* from, u32 launch, float& data) {
+  Word word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  data = __uint_as_float((u32)word);
+  return word >> 32 == launch;
 }
 
-// Loads past the L1 cache, of what other SMs have written in this launch
+__device__ __forceinline__ u32 Launches(const Kept* kept) {
+  u32 number;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(&kept->launches) : "memory");
+  return number;
+}
+
+// Loads past the L1 cache
 
 __device__ __forceinline__ uint4 Load16Bytes(const void* at) {
   uint4 v;
@@ -77,12 +96,6 @@ __device__ __forceinline__ uint4 Load16Bytes(const void* at) {
                : "l"(at)
                : "memory");
   return v;
-}
-
-__device__ __forceinline__ float LoadBf16(const Bf16* at) {
-  Bf16 v;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
-  return __uint_as_float((u32)v << 16);
 }
 
 // Arithmetic
@@ -120,12 +133,14 @@ __device__ __forceinline__ float WarpSum(float v) {
   return v;
 }
 
-// c += A B on tensor cores, A (16, 16) with zeros in its rows from 8 on, B (16, 8), c (16, 8).
-__device__ __forceinline__ void Multiply(float (&c)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+// c += A B on tensor cores, A (16, 16), B (16, 8), c (16, 8). Lane 4 g + t has of A columns 2 t, 2 t + 1 of row g in a0, of
+// row g + 8 in a1, and columns 8 + 2 t, 9 + 2 t in a2, a3; of column g of B rows 2 t, 2 t + 1 in b0, 8 + 2 t, 9 + 2 t in
+// b1; of c columns 2 t, 2 t + 1 of row g, then of row g + 8.
+__device__ __forceinline__ void Multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 }  // namespace jmx
