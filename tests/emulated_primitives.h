@@ -31,6 +31,9 @@ struct Index {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -161,6 +164,7 @@ T __ldg(const T* at) {
 }
 template <typename T>
 T __ldcg(const T* at) {
+  if (reinterpret_cast<std::uintptr_t>(at) % alignof(T) != 0) abort();
   return *at;
 }
 inline float __shfl_xor_sync(unsigned, float v, int mask) {
@@ -198,6 +202,7 @@ inline void Arrive(u64* at) {
 inline void Wait(u64* at, u32 parity) {
   while (reinterpret_cast<emulated::Barrier*>(at)->parity == parity) emulated::Yield();
 }
+inline void WaitEach(u64* at, u32 parity) { Wait(at, parity); }
 inline void Copy(void* to, const void* from, u32 bytes, u64* at) {
   if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16 != 0) abort();
   reinterpret_cast<emulated::Barrier*>(at)->bytes += bytes;
@@ -208,13 +213,11 @@ inline void Sync() { emulated::Meet(emulated::ThisCta().meetings[1], kThreads); 
 inline void SyncStart() { emulated::Meet(emulated::ThisCta().meetings[2], kAllThreads); }
 inline void ArriveAtStart() { emulated::Meet(emulated::ThisCta().meetings[2], kAllThreads, false); }
 inline void Send(Word* to, u32 data, u32 launch) { *to = static_cast<Word>(launch) << 32 | data; }
-template <int number>
-bool Receive(const Word* from, u32 launch, u32 (&data)[number]) {
+inline bool Receive(const Word* from, u32 launch, uint4& data) {
   if (reinterpret_cast<u64>(from) % 16 != 0) abort();
   emulated::Yield();
-  bool all = true;
-  for (int i = 0; i < number; ++i) data[i] = static_cast<u32>(from[i]), all = all && from[i] >> 32 == launch;
-  return all;
+  data = {static_cast<u32>(from[0]), static_cast<u32>(from[1]), static_cast<u32>(from[2]), static_cast<u32>(from[3])};
+  return std::all_of(from, from + 4, [&](Word word) { return word >> 32 == launch; });
 }
 inline bool Receive(const Word* from, u32 launch, float& data) {
   emulated::Yield();
@@ -222,10 +225,6 @@ inline bool Receive(const Word* from, u32 launch, float& data) {
   return *from >> 32 == launch;
 }
 inline u32 Launches(const Kept* kept) { return kept->launches; }
-inline uint4 Load16Bytes(const void* at) {
-  if (reinterpret_cast<u64>(at) % 16 != 0) abort();
-  return *static_cast<const uint4*>(at);
-}
 inline float Wide(Bf16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 inline float Low(u32 v) { return __uint_as_float(v << 16); }
 inline float High(u32 v) { return __uint_as_float(v & 0xffff0000u); }

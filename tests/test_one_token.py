@@ -55,13 +55,14 @@ def operands(
     def vector(size: int, mean: float = 0) -> jax.Array:
         return draw(rng, size, dtype=jnp.float32, mean=mean)
 
+    angles = vector(dim // 2)[None]
     return call.Operands(
         x=draw(rng, 1, hidden),
         scale=vector(hidden, 1),
         heads=draw(rng, rows, hidden) / hidden**0.5,
         heads_bias=draw(rng, rows) if bias else None,
-        cos=vector(dim // 2)[None],
-        sin=vector(dim // 2)[None],
+        cos=jnp.cos(angles),
+        sin=jnp.sin(angles),
         cache=jnp.asarray(cache, jnp.bfloat16),
         tables=None if tables is None else jnp.asarray(tables),
         position=jnp.asarray([position], jnp.int32),
@@ -117,7 +118,12 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in POINTERS]
         + [(name, ctypes.c_int) for name in NUMBERS]
-        + [("part_stride", ctypes.c_longlong), ("window", ctypes.c_int), ("slots", ctypes.c_int)]
+        + [
+            ("part_stride", ctypes.c_longlong),
+            ("window", ctypes.c_int),
+            ("slots", ctypes.c_int),
+            ("inverse", ctypes.c_int),
+        ]
         + [("epsilon", ctypes.c_float), ("router_epsilon", ctypes.c_float)]
     )
 
@@ -177,6 +183,7 @@ def emulate(
         part_stride=given.cache.size // 2,
         window=window or 0,
         slots=slots,
+        inverse=-(-(1 << 16) // slots),
         epsilon=EPSILONS[0],
         router_epsilon=EPSILONS[1],
     )
@@ -196,15 +203,15 @@ def emulate(
 @pytest.mark.parametrize(
     ("ctas", "slots", "window", "options"),
     [
-        (6, 16, None, {}),
+        (6, 8, None, {}),
         (6, 40, 33, {"position": 255, "bias": False}),
-        (7, 17, 1, {"position": 0, "sinks": False}),
-        (6, 19, None, {"position": 400, "page": 16}),  # beyond the last position
+        (7, 9, 1, {"position": 0, "sinks": False}),
+        (6, 11, None, {"position": 400, "page": 16}),  # beyond the last position
         (6, 23, 128, {"position": 128, "page": 128}),
         (8, 40, None, {"capacity": 1024, "position": 1000, "page": 128}),  # four splits
         (7, 40, None, {"capacity": 1024, "position": 1023, "sinks": False}),
-        (4, 21, None, {"kv_heads": 1, "group": 2, "position": 256, "capacity": 512}),
-        (10, 18, 17, {"kv_heads": 1, "group": 8, "hidden": 40, "experts": 31}),
+        (4, 13, None, {"kv_heads": 1, "group": 2, "position": 256, "capacity": 512}),
+        (10, 10, 17, {"kv_heads": 1, "group": 8, "hidden": 40, "experts": 31}),
         (3, 40, None, {"kv_heads": 1, "hidden": 72, "experts": 5, "position": 15}),
     ],
 )

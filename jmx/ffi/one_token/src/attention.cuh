@@ -20,8 +20,9 @@ struct Block {
 class Attention {
  public:
   // The positions that are attended to, and the splits of their keys.
-  __device__ Attention(const Call& call, Shared& shared, u32 launch) : call_(call), shared_(shared), launch_(launch) {
-    position_ = min(*call.position, call.page * call.num_pages - 1);
+  __device__ Attention(const Call& call, Shared& shared, u32 launch, int position)
+      : call_(call), shared_(shared), launch_(launch) {
+    position_ = min(position, call.page * call.num_pages - 1);
     begin_ = call.window > 0 ? max(0, position_ - call.window + 1) : 0;
     const int number = position_ + 1 - begin_, blocks = (number + kKeys - 1) / kKeys;
     const int most = min(kMostSplits, max(1, (int)gridDim.x / call.kv_heads));
@@ -36,10 +37,13 @@ class Attention {
   // Whether this CTA has a part in it.
   __device__ bool Takes() const { return head_ < call_.kv_heads; }
 
-  // Loads the first keys and values.
+  // Loads the first keys and values, and what else does not depend on the queries.
   __device__ void Begin() {
     number_ = first_ + threadIdx.x / 32;
     if (number_ < last_) Load(number_);
+    if (threadIdx.x / 32 <= call_.group) cos_ = __ldg(call_.cos + threadIdx.x % 32), sin_ = __ldg(call_.sin + threadIdx.x % 32);
+    if (call_.sinks != nullptr && threadIdx.x / 32 < call_.group)
+      sink_ = __ldg(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
   }
 
   // Waits for the queries, and attends.
@@ -90,14 +94,25 @@ class Attention {
       }
       if (number_ + kWarps < last_) Load(number_ + kWarps);
     }
+    // All warps' sums of one peak, so that they need only be added up.
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
-    if (t == 0) shared_.peaks[warp][g] = peak, shared_.totals[warp][g] = total;
+    if (t == 0) shared_.peaks[g][warp] = peak;
+    Sync();
+    float top = kLowest;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      shared_.sums[warp][g][t * 16 + i] = sums[i][0], shared_.sums[warp][g][t * 16 + 8 + i] = sums[i][1];
+    for (int i = 0; i < kWarps; ++i) top = fmaxf(top, shared_.peaks[g][i]);
+    const float share = Exp2(peak - top);
+    if (t == 0) shared_.totals[g][warp] = total * share;
+    float4* to = reinterpret_cast<float4*>(&shared_.sums[warp][g][t * 16]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // sums[c][h] is channel 16 t + 8 h + c
+      const int c = i % 2 * 4, h = i / 2;
+      to[i] = {sums[c][h] * share, sums[c + 1][h] * share, sums[c + 2][h] * share, sums[c + 3][h] * share};
+    }
     Sync();
     Finish();
+    Sync();  // shared memory is used again
   }
 
  private:
@@ -107,6 +122,9 @@ class Attention {
     return call_.cache + ((number * call_.kv_heads + head_) * call_.page + (key - page * call_.page)) * kDim;
   }
 
+  // A load past the L1 cache.
+  __device__ static uint4 Load16(const Bf16* from) { return __ldcg(reinterpret_cast<const uint4*>(from)); }
+
   // Positions after the last one have its keys, which TakeNew replaces.
   __device__ void Load(int number) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -114,11 +132,11 @@ class Attention {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const Bf16* from = Place(min(key + j * 8 + g, position_)) + t * 16;
-      block_.keys[j][0] = Load16Bytes(from), block_.keys[j][1] = Load16Bytes(from + 8);
+      block_.keys[j][0] = Load16(from), block_.keys[j][1] = Load16(from + 8);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      block_.values[j] = Load16Bytes(Place(min(key + j / 2 * 8 + t * 2 + j % 2, position_)) + call_.part_stride + g * 8);
+      block_.values[j] = Load16(Place(min(key + j / 2 * 8 + t * 2 + j % 2, position_)) + call_.part_stride + g * 8);
   }
 
   // The token's own key and value, which are not in the cache before this launch.
@@ -141,16 +159,15 @@ class Attention {
   __device__ void Rotate() {
     constexpr int kPairs = kDim / 2;
     const int row = threadIdx.x / kPairs, pair = threadIdx.x % kPairs;
-    float cos = 1, sin = 0;
-    if (row <= call_.group) cos = __ldg(call_.cos + pair), sin = __ldg(call_.sin + pair);
     if (row < call_.group + 2) {
       const Word* from = call_.kept->heads + (head_ * (call_.group + 2) + row) * kDim + pair;
       float x, y;
-      while (!Receive(from, launch_, x)) {
-      }
-      while (!Receive(from + kPairs, launch_, y)) {
-      }
-      const Bf16 first = Narrow(x * cos - y * sin), second = Narrow(y * cos + x * sin);
+      bool all;
+      do {
+        all = Receive(from, launch_, x);
+        all &= Receive(from + kPairs, launch_, y);
+      } while (!all);
+      const Bf16 first = Narrow(x * cos_ - y * sin_), second = Narrow(y * cos_ + x * sin_);
       shared_.heads[row][pair] = first, shared_.heads[row][pair + kPairs] = second;
       if (row >= call_.group && split_ == 0) {
         Bf16* to = const_cast<Bf16*>(Place(position_)) + (row - call_.group) * call_.part_stride + pair;
@@ -160,81 +177,76 @@ class Attention {
     Sync();
   }
 
-  // Adds up what warps have, and then what splits have.
+  // Adds up what warps have, and then what splits have: of each query a warp, two channels a lane.
   __device__ void Finish() {
-    const int busy = max(1, min(kWarps, last_ - first_));
-    const bool whole = splits_ == 1;
-    for (int at = threadIdx.x; at < call_.group * kDim; at += kThreads) {
-      const int query = at / kDim, channel = at % kDim;
-      float peak = kLowest;
-      for (int i = 0; i < busy; ++i) peak = fmaxf(peak, shared_.peaks[i][query]);
-      const float sink = Sink(query);
-      if (whole) peak = fmaxf(peak, sink);
-      float total = whole ? Exp2(sink - peak) : 0, value = 0;
-      for (int i = 0; i < busy; ++i) {
-        const float share = Exp2(shared_.peaks[i][query] - peak);
-        total += shared_.totals[i][query] * share, value += shared_.sums[i][query][channel] * share;
-      }
-      if (whole) {
-        SendResult(query, channel, value / total);
-      } else {
-        Word* to = Part(split_, query);
-        Send(to + channel, __float_as_uint(value), launch_);
-        if (channel == 0) Send(to + kDim, __float_as_uint(peak), launch_);
-        if (channel == 1) Send(to + kDim + 1, __float_as_uint(total), launch_);
-      }
+    const int query = threadIdx.x / 32, channel = threadIdx.x % 32 * 2;
+    if (query >= call_.group) return;
+    const int busy = min(kWarps, last_ - first_);  // others have zeros
+    float peak = kLowest, total = 0, first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      if (i >= busy) break;
+      peak = fmaxf(peak, shared_.peaks[query][i]), total += shared_.totals[query][i];
+      const float2 its = *reinterpret_cast<const float2*>(&shared_.sums[i][query][channel]);
+      first += its.x, second += its.y;
     }
-    if (!whole && split_ == 0) SumSplits();
+    if (splits_ == 1) {
+      // A sink far above all scores leaves nothing of them.
+      const float top = fmaxf(peak, sink_), share = Exp2(peak - top);
+      const float rate = share / (total * share + Exp2(sink_ - top));
+      SendResult(query, channel, first * rate, second * rate);
+      return;
+    }
+    Word* to = Part(split_, query);
+    Send(to + channel, __float_as_uint(first), launch_);
+    Send(to + channel + 1, __float_as_uint(second), launch_);
+    if (channel == 0) Send(to + kDim, __float_as_uint(peak), launch_);
+    if (channel == 2) Send(to + kDim + 1, __float_as_uint(total), launch_);
+    if (split_ == 0) SumSplits(query, channel);
   }
 
-  __device__ void SumSplits() {
+  __device__ void SumSplits(int query, int channel) {
     constexpr int kAtOnce = 4;  // splits whose loads are on their way together
-    for (int at = threadIdx.x; at < call_.group * kDim; at += kThreads) {
-      const int query = at / kDim, channel = at % kDim;
-      float peak = Sink(query), total = 1, value = 0;
-      for (int base = 0; base < splits_; base += kAtOnce) {
-        float values[kAtOnce], peaks[kAtOnce], totals[kAtOnce];
-        bool all;
-        do {
-          all = true;
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const Word* from = Part(min(base + i, splits_ - 1), query);
-            all &= Receive(from + channel, launch_, values[i]);
-            all &= Receive(from + kDim, launch_, peaks[i]);
-            all &= Receive(from + kDim + 1, launch_, totals[i]);
-          }
-        } while (!all);
+    float peak = sink_, total = 1, first = 0, second = 0;
+    for (int base = 0; base < splits_; base += kAtOnce) {
+      float firsts[kAtOnce], seconds[kAtOnce], peaks[kAtOnce], totals[kAtOnce];
+      bool all;
+      do {
+        all = true;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          if (base + i >= splits_) break;
-          const float top = fmaxf(peak, peaks[i]), before = Exp2(peak - top), share = Exp2(peaks[i] - top);
-          total = total * before + totals[i] * share, value = value * before + values[i] * share, peak = top;
+          const Word* from = Part(min(base + i, splits_ - 1), query);
+          all &= Receive(from + channel, launch_, firsts[i]);
+          all &= Receive(from + channel + 1, launch_, seconds[i]);
+          all &= Receive(from + kDim, launch_, peaks[i]);
+          all &= Receive(from + kDim + 1, launch_, totals[i]);
         }
+      } while (!all);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + i >= splits_) break;
+        const float top = fmaxf(peak, peaks[i]), before = Exp2(peak - top), share = Exp2(peaks[i] - top);
+        total = total * before + totals[i] * share, peak = top;
+        first = first * before + firsts[i] * share, second = second * before + seconds[i] * share;
       }
-      SendResult(query, channel, value / total);
     }
+    SendResult(query, channel, first / total, second / total);
   }
 
-  // Two channels of two lanes are a word.
-  __device__ void SendResult(int query, int channel, float value) const {
-    const float next = __shfl_xor_sync(~0u, value, 1);
-    Word* to = call_.kept->attended + ((head_ * call_.group + query) * kDim + channel) / 2;
-    if (channel % 2 == 0) Send(to, Pack(value, next), launch_);
+  __device__ void SendResult(int query, int channel, float first, float second) const {
+    Send(call_.kept->attended + ((head_ * call_.group + query) * kDim + channel) / 2, Pack(first, second), launch_);
   }
 
   __device__ Word* Part(int split, int query) const {
     return call_.kept->parts + ((head_ * kMostSplits + split) * call_.group + query) * kPart;
   }
 
-  __device__ float Sink(int query) const {
-    return call_.sinks == nullptr ? kLowest : __ldg(call_.sinks + head_ * call_.group + query) * kLog2E;
-  }
-
   const Call& call_;
   Shared& shared_;
   const u32 launch_;
   int position_, begin_, splits_, head_, split_, first_, last_, number_;
+  float cos_ = 1, sin_ = 0;  // of this thread's pair of channels; values are not rotated
+  float sink_ = kLowest;  // of the query that this thread finishes
   Block block_;
 };
 

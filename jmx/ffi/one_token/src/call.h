@@ -8,8 +8,9 @@ typedef unsigned short Bf16;  // its bits
 constexpr int kWarps = 15;  // that multiply; one more copies weights. With 16 warps a thread has 128 registers
 constexpr int kThreads = 32 * kWarps, kAllThreads = kThreads + 32;
 constexpr int kVector = 8;  // elements in 16 bytes
-constexpr int kTileRows = 16, kTileColumns = 32;  // of a matrix, in a warp's registers at a time
+constexpr int kTileRows = 8, kTileColumns = 32;  // of a matrix, in a warp's registers at a time
 constexpr int kMostSteps = 9;  // tiles of a row, for one warp
+constexpr int kStepsAtOnce = 3;  // that are loaded before the first of them is multiplied
 constexpr int kMostHidden = kThreads * kVector;  // columns: each thread has a vector of the router's
 constexpr int kMostColumns = kMostSteps * kWarps * kTileColumns;  // of the result's matrix
 constexpr int kMostRows = 64;  // of a matrix, for one CTA
@@ -59,13 +60,17 @@ struct Call {
   long long part_stride;  // elements between keys and values in `cache`
   int window;  // 0: none
   int slots;  // of rows in shared memory, a tile of them at least
+  int inverse;  // of `slots`, times 2^16 and rounded up
   float epsilon, router_epsilon;
 };
 
 // The shared memory of a CTA, before its slots.
 struct alignas(128) Shared {
-  float sums[kWarps][kMostGroup][kDim];  // attention: each warp's sums of values, and their softmax's peak and total
-  float peaks[kWarps][kMostGroup], totals[kWarps][kMostGroup];
+  union {
+    float sums[kWarps][kMostGroup][kDim];  // attention: each warp's sums of values, and their softmax's peak and total
+    Bf16 vector[2][kMostColumns];  // what rows are multiplied with, and what bfloat16 leaves of that
+  };
+  float peaks[kMostGroup][kWarps + 1], totals[kMostGroup][kWarps + 1];
   float products[kWarps][kMostRows];  // of each row, by columns
   float squares[kWarps], dots[kWarps];
   alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // a key head's queries, key and value

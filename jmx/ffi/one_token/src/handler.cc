@@ -171,6 +171,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
     const int slot_bytes = SlotBytes(call.hidden, call.kv_heads * call.group * kDim);
     call.slots = std::min(kMostSlots, (gpu.shared_bytes - static_cast<int>(sizeof(Shared))) / slot_bytes);
     if (call.slots < kTileRows) throw std::string("rows that do not fit into shared memory");
+    call.inverse = ((1 << 16) + call.slots - 1) / call.slots;
     const unsigned bytes = sizeof(Shared) + call.slots * slot_bytes;
     void* parameters[] = {&call};
     LaunchAttribute together;

@@ -12,28 +12,29 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&to)[kVecto
   to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
+// x times the norm's scale, and its squares, to shared memory.
+__device__ __forceinline__ void LoadToken(const Call& call, Shared& shared) {
+  const int warp = threadIdx.x / 32, at = threadIdx.x * kVector;
+  float squares = 0;
+  if (at < call.hidden) {
+    float x[kVector], scale[kVector];
+    const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(call.x + at));
+    LoadFloats(call.scale + at, scale);
+    Unpack(loaded, x);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) squares += x[j] * x[j], x[j] *= scale[j];
+    StoreVector(shared, at, x);
+  }
+  squares = WarpSum(squares);
+  if (threadIdx.x % 32 == 0) shared.squares[warp] = squares;
+}
+
 // Queries, keys and values. Each thread finishes a row.
 __device__ __forceinline__ void ComputeHeads(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = plan.heads.first + threadIdx.x;
+  const int row = plan.heads.first + threadIdx.x;
   const bool finishes = (int)threadIdx.x < plan.heads.count;
-  Vector x;
-  float squares = 0;
-  Vector::ForSteps(call.hidden, [&](int step, int at) {
-    float values[kVector], scale[kVector];
-    LoadFloats(call.scale + at, scale);
-    Unpack(Load16Bytes(call.x + at), values);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      if (lane < 4) squares += values[j] * values[j];  // others have the same
-      values[j] *= scale[j];
-    }
-    x.Set(step, values);
-  });
   const float bias = finishes && call.heads_bias != nullptr ? Wide(call.heads_bias[row]) : 0;
-  squares = WarpSum(squares);
-  if (lane == 0) shared.squares[warp] = squares;
-  SyncStart();
-  MultiplyRows(call, plan, shared, 0, plan.heads.count, call.hidden, x);
+  MultiplyRows<true>(call, plan, shared, 0, plan.heads.count, call.hidden);
   Sync();
   if (!finishes) return;
   float sum = 0;
@@ -52,24 +53,30 @@ __device__ __forceinline__ void ComputeOut(const Call& call, const Plan& plan, S
     before = Wide(call.x[row]);
     if (call.out_bias != nullptr) bias = Wide(call.out_bias[row]);
   }
-  Vector attended;
-  if (threadIdx.x % 32 < 4) {
+  // Some threads have two vectors, whose loads are on their way together.
+  const int at = threadIdx.x * kVector, next = at + kThreads * kVector;
+  const Word* words = call.kept->attended;
+  uint4 first, second;
+  if (next < columns) {
     bool all;
     do {
-      all = true;
-      Vector::ForSteps(columns, [&](int step, int at) {
-        all &= Receive(call.kept->attended + at / 2, launch, attended.pairs[step]);
-      });
+      all = Receive(words + at / 2, launch, first);
+      all &= Receive(words + next / 2, launch, second);
     } while (!all);
+    *reinterpret_cast<uint4*>(&shared.vector[0][next]) = second;
+  } else if (at < columns) {
+    while (!Receive(words + at / 2, launch, first)) {
+    }
   }
-  __syncwarp();
-  MultiplyRows(call, plan, shared, plan.heads.count, plan.out.count, columns, attended);
+  if (at < columns) *reinterpret_cast<uint4*>(&shared.vector[0][at]) = first;
+  Sync();
+  MultiplyRows<false>(call, plan, shared, plan.heads.count, plan.out.count, columns);
   Sync();
   if (threadIdx.x >= kMostRows) return;
   const float value = finishes ? before + Wide(Narrow(Product(shared, threadIdx.x) + bias)) : 0;
-  const float next = __shfl_xor_sync(~0u, value, 1);
+  const float other = __shfl_xor_sync(~0u, value, 1);
   if (!finishes) return;
-  if (row % 2 == 0) Send(call.kept->x + row / 2, Pack(value, next), launch);
+  if (row % 2 == 0) Send(call.kept->x + row / 2, Pack(value, other), launch);
   call.x_out[row] = Narrow(value);
 }
 
@@ -77,17 +84,17 @@ __device__ __forceinline__ void ComputeOut(const Call& call, const Plan& plan, S
 __device__ __forceinline__ void ComputeRouter(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = threadIdx.x;
   const bool inside = at * kVector < call.hidden;
-  float scale[kVector] = {}, xs[kVector] = {}, squares = 0, rate = 0;
+  float scale[kVector] = {}, xs[kVector] = {}, squares = 0, rate = 0, bias = 0;
+  if ((int)threadIdx.x < plan.router && call.router_bias != nullptr)
+    bias = Wide(call.router_bias[blockIdx.x + threadIdx.x * gridDim.x]);  // of the row that this thread finishes
   if (inside) {
     LoadFloats(call.router_scale + at * kVector, scale);
-    u32 pairs[kVector / 2];
-    while (!Receive(call.kept->x + at * kVector / 2, launch, pairs)) {
+    uint4 loaded;
+    while (!Receive(call.kept->x + at * kVector / 2, launch, loaded)) {
     }
+    Unpack(loaded, xs);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      xs[j] = j % 2 ? High(pairs[j / 2]) : Low(pairs[j / 2]);
-      squares += xs[j] * xs[j], xs[j] *= scale[j];
-    }
+    for (int j = 0; j < kVector; ++j) squares += xs[j] * xs[j], xs[j] *= scale[j];
   }
   squares = WarpSum(squares);
   for (int i = 0; i < max(1, plan.router); ++i) {
@@ -110,10 +117,7 @@ __device__ __forceinline__ void ComputeRouter(const Call& call, const Plan& plan
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) sum += shared.squares[k], product += shared.dots[k];
     rate = rsqrtf(sum / call.hidden + call.router_epsilon);
-    if (threadIdx.x == 0 && i < plan.router) {
-      const int row = blockIdx.x + i * gridDim.x;
-      call.logits[row] = product * rate + (call.router_bias == nullptr ? 0 : Wide(call.router_bias[row]));
-    }
+    if ((int)threadIdx.x == i && i < plan.router) call.logits[blockIdx.x + i * gridDim.x] = product * rate + bias;
   }
   if (inside && at % gridDim.x == blockIdx.x) {
     uint4 packed;
@@ -139,8 +143,11 @@ extern "C" __global__ void __launch_bounds__(jmx::kAllThreads, 1) jmx_one_token(
     if (threadIdx.x == kThreads) CopyRows(call, plan, shared);
     return;
   }
+  const int position = __ldg(call.position);
   const u32 launch = Launches(call.kept) + 1;
-  Attention attention(call, shared, launch);
+  LoadToken(call, shared);
+  SyncStart();
+  Attention attention(call, shared, launch, position);
   if (attention.Takes()) attention.Begin();
   ComputeHeads(call, plan, shared, launch);
   if (attention.Takes()) attention.Run();

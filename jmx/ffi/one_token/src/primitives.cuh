@@ -38,6 +38,18 @@ __device__ __forceinline__ void Wait(u64* barrier, u32 parity) {
   } while (!done);
 }
 
+// As Wait, for lanes that wait for different barriers: try_wait would suspend them all.
+__device__ __forceinline__ void WaitEach(u64* barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(SharedAddress(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
 // Copies bytes, a multiple of 16; the barrier arrives once, when they have.
 __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes) : "memory");
@@ -60,18 +72,14 @@ __device__ __forceinline__ void Send(Word* to, u32 data, u32 launch) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((Word)launch << 32 | data) : "memory");
 }
 
-// Whether the words, an even number of them, are those of this launch; then `data` has them.
-template <int number>
-__device__ __forceinline__ bool Receive(const Word* from, u32 launch, u32 (&data)[number]) {
-  bool all = true;
-#pragma unroll
-  for (int i = 0; i < number; i += 2) {
-    Word first, second;
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from + i) : "memory");
-    data[i] = (u32)first, data[i + 1] = (u32)second;
-    all = all && first >> 32 == launch && second >> 32 == launch;
-  }
-  return all;
+// Whether four words are those of this launch; then `data` has them.
+__device__ __forceinline__ bool Receive(const Word* from, u32 launch, uint4& data) {
+  Word a, b, c, d;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from + 2) : "memory");
+  data = {(u32)a, (u32)b, (u32)c, (u32)d};
+  const u32 other = (u32)(a >> 32) ^ launch | (u32)(b >> 32) ^ launch | (u32)(c >> 32) ^ launch | (u32)(d >> 32) ^ launch;
+  return other == 0;
 }
 
 __device__ __forceinline__ bool Receive(const Word* from, u32 launch, float& data) {
@@ -85,17 +93,6 @@ __device__ __forceinline__ u32 Launches(const Kept* kept) {
   u32 number;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(&kept->launches) : "memory");
   return number;
-}
-
-// Loads past the L1 cache
-
-__device__ __forceinline__ uint4 Load16Bytes(const void* at) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at)
-               : "memory");
-  return v;
 }
 
 // Arithmetic

@@ -31,7 +31,10 @@ struct Plan {
 struct Place {
   int slot;
   u32 parity;
-  __device__ Place(const Call& call, int n) : slot(n % call.slots), parity(n / call.slots & 1) {}
+  __device__ Place(const Call& call, int n) {
+    const int round = n * call.inverse >> 16;
+    slot = n - round * call.slots, parity = round & 1;
+  }
 };
 
 __device__ __forceinline__ unsigned char* Slot(Shared& shared, const Plan& plan, int slot) {
@@ -64,62 +67,57 @@ __device__ void CopyRows(const Call& call, const Plan& plan, Shared& shared) {
   }
 }
 
-// A vector as tensor cores take it: of every kWarps-th 32 elements those of lane 4 g + t from 8 t on, in column g = 0, and
-// in column 1 what bfloat16 leaves of them. Other columns are zero.
-struct Vector {
-  u32 pairs[kMostSteps][4] = {};
-
-  // Calls take(step, first element) for this thread's eights.
-  template <typename Take>
-  __device__ __forceinline__ static void ForSteps(int columns, Take&& take) {
-    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+// Stores a thread's eight elements of a vector for MultiplyRows.
+__device__ __forceinline__ void StoreVector(Shared& shared, int at, const float (&x)[kVector]) {
+  u32 high[4], low[4];
 #pragma unroll
-    for (int i = 0; i < kMostSteps; ++i) {
-      const int at = (warp + i * kWarps) * kTileColumns + t * kVector;
-      if (at < columns) take(i, at);
-    }
+  for (int j = 0; j < 4; ++j) {
+    high[j] = Pack(x[2 * j], x[2 * j + 1]);
+    low[j] = Pack(x[2 * j] - Low(high[j]), x[2 * j + 1] - High(high[j]));
   }
+  *reinterpret_cast<uint4*>(&shared.vector[0][at]) = {high[0], high[1], high[2], high[3]};
+  *reinterpret_cast<uint4*>(&shared.vector[1][at]) = {low[0], low[1], low[2], low[3]};
+}
 
-  __device__ __forceinline__ void Set(int step, const float (&x)[kVector]) {
-    const int column = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const u32 high = Pack(x[2 * j], x[2 * j + 1]);
-      const u32 low = Pack(x[2 * j] - Low(high), x[2 * j + 1] - High(high));
-      pairs[step][j] = column == 0 ? high : column == 1 ? low : 0;
-    }
-  }
-};
-
-// Products of `count` rows, those copied from the `begin`-th on, with a vector, for Product. Each warp has its columns.
+// Products of `count` rows, those copied from the `begin`-th on, with the vector in shared memory, for Product. Each warp
+// has every kWarps-th 32 columns. In tensor cores' terms A is the vector, in rows 0 and, with `exact`, 1; B are rows of
+// weights. Of 32 columns lane 4 g + t has 8 t to 8 t + 7, for both. No load depends on a condition, so that all are on
+// their way together: those beyond the last column are of the last ones, times zero.
+template <bool exact>
 __device__ __forceinline__ void MultiplyRows(const Call& call, const Plan& plan, Shared& shared, int begin, int count,
-                                             int columns, const Vector& vector) {
+                                             int columns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int first = warp * kTileColumns + t * kVector, stride = kWarps * kTileColumns, last = columns - kVector;
+  uint4 x[kMostSteps];
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    x[i] = *reinterpret_cast<const uint4*>(&shared.vector[exact ? g & 1 : 0][min(first + i * stride, last)]);
+    if (g > (exact ? 1 : 0) || first + i * stride > last) x[i] = {0, 0, 0, 0};
+  }
   for (int base = 0; base < count; base += kTileRows) {
-    const int left = count - base;
-    const Place mine(call, begin + base + min(lane, left - 1));
-    if (lane < min(kTileRows, left)) Wait(&shared.full[mine.slot], mine.parity);
+    const Place place(call, begin + min(base + g, count - 1));
+    const unsigned char* row = Slot(shared, plan, place.slot);
+    WaitEach(&shared.full[place.slot], place.parity);
     __syncwarp();
-    const bool first = g < left, second = g + 8 < left;
-    const Place places[2] = {{call, begin + base + (first ? g : 0)}, {call, begin + base + (second ? g + 8 : 0)}};
-    const unsigned char *row = Slot(shared, plan, places[0].slot), *other = Slot(shared, plan, places[1].slot);
     float sums[2][4] = {};
 #pragma unroll
-    for (int i = 0; i < kMostSteps; ++i) {
-      const int step = (warp + i * kWarps) * kTileColumns, at = step + t * kVector;
-      if (step >= columns) break;
-      uint4 a = {}, b = {};
-      if (first && at < columns) a = *reinterpret_cast<const uint4*>(row + 2 * at);
-      if (second && at < columns) b = *reinterpret_cast<const uint4*>(other + 2 * at);
-      Multiply(sums[0], a.x, b.x, a.y, b.y, vector.pairs[i][0], vector.pairs[i][1]);
-      Multiply(sums[1], a.z, b.z, a.w, b.w, vector.pairs[i][2], vector.pairs[i][3]);
+    for (int part = 0; part < kMostSteps; part += kStepsAtOnce) {
+      if (part * stride >= columns) break;
+      uint4 weights[kStepsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kStepsAtOnce; ++i)
+        weights[i] = *reinterpret_cast<const uint4*>(row + 2 * min(first + (part + i) * stride, last));
+#pragma unroll
+      for (int i = 0; i < kStepsAtOnce; ++i) {
+        Multiply(sums[0], x[part + i].x, 0, x[part + i].y, 0, weights[i].x, weights[i].y);
+        Multiply(sums[1], x[part + i].z, 0, x[part + i].w, 0, weights[i].z, weights[i].w);
+      }
     }
     __syncwarp();
-    if (lane < min(kTileRows, left)) Arrive(&shared.empty[mine.slot]);
-    if (t == 0) {
-      if (first) shared.products[warp][base + g] = sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1];
-      if (second) shared.products[warp][base + g + 8] = sums[0][2] + sums[0][3] + sums[1][2] + sums[1][3];
-    }
+    if (t == 0 && base + g < count) Arrive(&shared.empty[place.slot]);
+    float even = sums[0][0] + sums[1][0], odd = sums[0][1] + sums[1][1];
+    if (exact) even += __shfl_xor_sync(~0u, even, 4), odd += __shfl_xor_sync(~0u, odd, 4);
+    if (g == 0) shared.products[warp][base + 2 * t] = even, shared.products[warp][base + 2 * t + 1] = odd;
   }
 }
 
