@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.numerics.gate_up import split_gate_up
-from jmx.util.checks import check_bool, check_finite, check_named, shown
+from jmx.util.checks import check_bool, check_finite, check_named, is_array, shown
 from jmx.util.typing import Array, Float, Integer
 
 
@@ -28,7 +28,7 @@ class Activation:
     gated: ClassVar[bool]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Float[Array, "..."]:
-        raise NotImplementedError
+        raise NotImplementedError(f"`{type(self).__name__}` must define `__call__`, of (gate, up) or (x)")
 
     @property
     def num_experts(self) -> int | None:
@@ -254,6 +254,16 @@ def apply(
 
     Returns:
         (..., I), in the dtype of `h`.
+
+    Raises:
+        TypeError: an activation that returns anything but an array of its arguments' shape.
     """
     of_experts = () if activation.num_experts is None else (experts,)
-    return activation(*split_gate_up(h, order), *of_experts) if activation.gated else activation(h, *of_experts)
+    halves = split_gate_up(h, order) if activation.gated else (h,)
+    found = activation(*halves, *of_experts)
+    if not is_array(found) or found.shape != halves[0].shape:
+        raise TypeError(
+            f"`activation` (={activation}) must return an array of its arguments' shape {halves[0].shape}, not "
+            f"{shown(found).removeprefix('=')}"
+        )
+    return found

@@ -25,6 +25,7 @@ from jmx.engines.routed import alone, cotangent
 from jmx.experts import Experts
 from jmx.guard import guarded
 from jmx.routing import Routing
+from jmx.util.primals import values_of
 from jmx.util.typing import Array, Float, Shaped
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
@@ -81,10 +82,7 @@ def differentiable(run: Run, backward_of: Backward, saving: Saving | None = None
         of_arrays = (experts.gate_up_bias, experts.down_bias, *(sources or (None, None)))
         wanted = Wanted(*(array is not None and array.perturbed for array in of_arrays))
         dtypes = tuple(source.value.dtype for source in sources or ())
-        x, routing, experts = jax.tree.map(
-            lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-        )
-        x, routing, experts = _no_second_order((x, routing, experts))
+        x, routing, experts = _no_second_order(values_of((x, routing, experts)))
         if saving is None or wanted.weights:
             y, saved = _batchable(run)(x, routing, experts), None
         else:

@@ -115,7 +115,7 @@ class Explanation:
             lines += self.division.lines()
         if elsewhere:
             lines.append(Text(f"not on this platform: {', '.join(elsewhere)} (--all, or all=True, lists them)"))
-        if self.problem.input_format is not None:  # else the first line says their dtype
+        if self.problem.input_format is not None:  # else the first line states their dtype
             by = "declared by the experts" if self.inputs_declared else "asked for"
             lines.append(Text(f"inputs: {self.problem.input_format}, {by}"))
         lines += map(Text, self.notes)

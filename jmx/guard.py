@@ -39,7 +39,8 @@ def guarded(arrays: Mapping[str, Shaped[Array, "..."]]) -> Mapping[str, Shaped[A
     """
     if not _may_be_divided(arrays):
         return arrays
-    return dict(zip(arrays, _guard_p.bind(*arrays.values(), guard=_jaxpr(arrays)), strict=True))
+    names = tuple(arrays)
+    return dict(zip(names, _guard_p.bind(*arrays.values(), names=names, guard=_jaxpr(arrays)), strict=True))
 
 
 def _may_be_divided(arrays: Mapping[str, Shaped[Array, "..."]]) -> bool:
@@ -111,7 +112,15 @@ def _partitioned(names: tuple[str, ...]) -> Any:
     return identity
 
 
-def _lower(context: Any, *arrays: Any, guard: Any) -> Any:
+def _evaluate(*arrays: Any, names: tuple[str, ...], guard: Any) -> Any:
+    """The guard of arrays that are not traced, with jit disabled."""
+    del guard
+    check_not_divided(dict(zip(names, arrays, strict=True)))
+    return arrays
+
+
+def _lower(context: Any, *arrays: Any, names: tuple[str, ...], guard: Any) -> Any:
+    del names
     if context.module_context.lowering_parameters.for_export:
         return arrays
     return mlir.lower_fun(jaxpr_as_fun(guard), multiple_results=True)(context, *arrays)
@@ -120,5 +129,6 @@ def _lower(context: Any, *arrays: Any, guard: Any) -> Any:
 # `guard` is a parameter for jax to see that its lowering depends on the devices.
 _guard_p = Primitive("jmx_guard")
 _guard_p.multiple_results = True
-_guard_p.def_abstract_eval(lambda *arrays, guard: arrays)
+_guard_p.def_abstract_eval(lambda *arrays, names, guard: arrays)
+_guard_p.def_impl(_evaluate)
 mlir.register_lowering(_guard_p, _lower)

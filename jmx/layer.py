@@ -288,7 +288,7 @@ def _of_this_device(
     experts = over_mesh.gathered(split, experts)
     num_routed = over_mesh.num_routed(split, experts)
     flat = x.reshape(-1, x.shape[-1])
-    if isinstance(routing, Logits) and isinstance(experts, Experts) and _routes_all(split, flat, routing, num_routed):
+    if isinstance(routing, Logits) and _routes_all(split, flat, routing, experts):
         routing = flat_logits(routing, x.shape[:-1], mask)
     else:
         routing = flat_routing(routing, x.shape[:-1], mask)
@@ -301,14 +301,17 @@ def _of_this_device(
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
 
 
-def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, num_experts: int) -> bool:
+def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: AnyExperts) -> bool:
     """Whether each device routes the tokens of all, by the kernel that also groups them: they exchange logits then."""
+    if not isinstance(experts, Experts):
+        return False
     if not split.sends_logits or all(lax.axis_size(name) == 1 for name in split.names("expert")):
         return False
     num_tokens = x.shape[0] * prod(lax.axis_size(name) for name in split.exchanged)
+    sizes = num_tokens, over_mesh.num_routed(split, experts), experts.num_experts
     check_logits(logits)
     environment, biased = Environment.probe(x, logits), logits.correction_bias is not None
-    return routing_kernel.applies(logits.method, biased, num_tokens, num_experts, environment, of_some=True)
+    return routing_kernel.applies(logits.method, biased, *sizes, environment)
 
 
 class _Static(NamedTuple):
@@ -338,8 +341,8 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
     biased = logits.correction_bias is not None
-    sizes, of_some = (num_tokens, problem.num_choices), first is not None
-    if not routing_kernel.applies(logits.method, biased, *sizes, environment, of_some=of_some):
+    sizes = num_tokens, problem.num_choices, problem.num_experts
+    if not routing_kernel.applies(logits.method, biased, *sizes, environment):
         routing = route(logits, mask)
         return routing if first is None else routing._replace(expert_ids=routing.expert_ids - first)
     backend = select(problem, environment, static.backend, registered_backends()).backend

@@ -8,7 +8,8 @@ from typing import Any
 from jmx import activations, routing
 from jmx.activations import Activation
 from jmx.backends import registered_backends, resolve_layout
-from jmx.experts import BIAS_DTYPES, ORDERS, Experts
+from jmx.experts import ORDERS, Experts
+from jmx.experts.creation import resolve_bias_dtype
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import check_targets
 from jmx.numerics import formats
@@ -23,7 +24,7 @@ from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_bool, check_dtype, check_instance, check_int, check_one_of
+from jmx.util.checks import check_bool, check_instance, check_int, check_one_of
 from jmx.util.typing import Array, Key, UInt32
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
@@ -81,7 +82,7 @@ class Arguments:
         check_one_of("input_format", given["input_format"], (*INPUT_FORMATS, *FAMILIES, None))
         check_backend(given["backend"], registered_backends())
         check_one_of("layout", given["layout"], ("auto", *sorted(LAYOUTS)))
-        check_dtype("param_dtype", given["param_dtype"], *BIAS_DTYPES)
+        resolve_bias_dtype("param_dtype", given["param_dtype"])
         if given["axes"] is not None:
             check_module_axes(given["axes"])
         check_instance("lora", given["lora"], LoRA | None, "a jmx.lora.LoRA, or None")

@@ -1,7 +1,8 @@
 """Activations against float64 numpy, with their gradients, clamps and refusals."""
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,31 @@ def test_swiglu_refuses_bad_parameters(parameters, message):
 def test_swiglu_step_refuses_bad_limits(limit):
     with pytest.raises(ValueError, match=r"`limit` \(=.*\) must be (positive|finite)"):
         SwiGLUStep(limit)
+
+
+@dataclass(frozen=True)
+class Wrong(activations.Activation):
+    """An activation of a user's own that returns anything but an array of its arguments' shape."""
+
+    returned: Any
+    gated: ClassVar[bool] = True
+
+    def __call__(self, gate, up):
+        return self.returned(gate)
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"), [(lambda gate: gate[:, :1], r"shape \(2, 1\)"), (lambda gate: None, "None, a NoneType")]
+)
+def test_what_an_activation_returns_is_checked(returned, shown):
+    message = rf"`activation` .* must return an array of its arguments' shape \(2, 4\), not .*{shown}"
+    with pytest.raises(TypeError, match=message):
+        activations.apply(Wrong(returned), jnp.ones((2, 8)), "interleaved")
+
+
+def test_an_activation_must_be_defined():
+    with pytest.raises(NotImplementedError, match="`Activation` must define `__call__`"):
+        activations.Activation()(1.0)
 
 
 def test_bad_shapes_and_orders_are_refused():

@@ -77,6 +77,14 @@ def test_a_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
     assert template.render(HELLO, tools=[]) == "[]"
 
 
+def test_further_templates_are_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with {{ tools | length }}")
+    assert ChatTemplate.read(tmp_path).render(HELLO) == "plain"
+    assert ChatTemplate.read(tmp_path).render(HELLO, tools=[{"name": "f"}]) == "with 1"
+
+
 def test_a_template_reads_the_time_of_the_call(tmp_path: Path) -> None:
     before = datetime.now().year
     assert int(write(tmp_path, "{{ strftime_now('%Y') }}").render(HELLO)) in (before, datetime.now().year)

@@ -1,6 +1,7 @@
 """Golden files under the names and configs of published checkpoints, as their pages show them: read as they are."""
 
 import copy
+import json
 import re
 from typing import Any, NamedTuple
 
@@ -117,6 +118,51 @@ def test_published_names_are_read_as_golden_ones(name, tmp_path):
     want, got = wholes(like), wholes(layer)
     assert want.keys() == got.keys()
     assert all(same(got[key], array) for key, array in want.items())
+
+
+OWN_FILES = {
+    "quantize_config.json": ("gptq_g32", {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False}),
+    "quant_config.json": ("awq_g32", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    "quantization_config.json": ("gptq_g16_asym", {"bits": 4, "group_size": 16, "sym": False, "quant_method": "gptq"}),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_the_tools_own_files_are_read_where_config_json_has_nothing(name, tmp_path):
+    like, contents = OWN_FILES[name]
+    arrays, config = golden(like)
+    path = write(tmp_path / "own", arrays, {key: v for key, v in config.items() if key != "quantization_config"})
+    with pytest.raises(CheckpointError, match=r"config\.json: has no `quantization_config`"):
+        compressed_tensors.Reader(path)
+    assert not compressed_tensors.is_quantized(path)
+    (path / name).write_text(json.dumps(contents))
+    assert compressed_tensors.is_quantized(path)
+    layer, want = compressed_tensors.Reader(path).layers[LAYER], wholes(reader(like).layers[LAYER])
+    got = wholes(layer)
+    assert want.keys() == got.keys()
+    assert all(same(got[key], array) for key, array in want.items())
+    (path / name).write_text(json.dumps(contents | {"version": "gemv", "bits": 3, "w_bit": 3}))
+    with pytest.raises(CheckpointError, match=rf"{name}: `(w_)?bits?` \(=3\) must be one of"):
+        compressed_tensors.Reader(path)
+
+
+def test_gptq_names_how_zero_points_are_stored_under_two_keys(tmp_path):
+    arrays, config = golden("gptq_g16_asym")
+    quantization = {k: v for k, v in config["quantization_config"].items() if k != "checkpoint_format"}
+
+    def read(number, **keys):
+        entries = config | {"quantization_config": quantization | keys}
+        return compressed_tensors.Reader(write(tmp_path / str(number), arrays, entries)).layers[LAYER].scheme.storage
+
+    assert (
+        read(1, format="gptq_v2")
+        == read(2, checkpoint_format="gptq_v2")
+        == read(3, format="gptq_v2", checkpoint_format=None)
+    )
+    assert read(4, format="gptq") == read(5) != read(7, format="gptq_v2")
+    with pytest.raises(CheckpointError, match=r"`quantization_config.format` \(='gptq'\) must be that of"):
+        read(6, format="gptq", checkpoint_format="gptq_v2")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`Continuation`: where a row of a batch ends, by every rule, with and without a tokenizer."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
+from tokenizers import Tokenizer, decoders, models, processors
 
+from jmx.cli import prompts
+from jmx.models.text.beginning import beginning_of_texts
 from jmx.models.text.continuation import Continuation
 from jmx.models.text.stream import read_tokenizer
 
@@ -81,3 +85,60 @@ def test_the_text_is_that_of_all_ids_up_to_the_first_stop_string(ids: list[int],
 def test_what_cannot_be_is_an_error(arguments: tuple[Any, Any, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Continuation(*arguments[:2], stops=arguments[2])
+
+
+def words(tmp_path: Path) -> Any:
+    """A tokenizer as Llama's and Mixtral's, which leaves out the space before the first word of a text."""
+    vocabulary = ["<unk>", "<s>", "▁Hello", "▁world"]
+    tokenizer = Tokenizer(models.BPE({word: id for id, word in enumerate(vocabulary)}, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "text"), [((), "world Hello"), ((2,), " world Hello"), ((1, 2) * 9, " world Hello")]
+)
+def test_a_text_that_continues_a_prompt_keeps_its_space(before: tuple[int, ...], text: str, tmp_path: Path) -> None:
+    row = Continuation(words(tmp_path), 10, before=before)
+    assert "".join([row.step(3), row.step(2)]) == row.text == text
+
+
+def test_texts_are_encoded_whole_whatever_length_a_file_has(tmp_path: Path) -> None:
+    tokenizer = words(tmp_path)
+    assert tokenizer.encode("<s>" * 7, add_special_tokens=False).ids == [1] * 7
+    assert tokenizer.encode("<s>", add_special_tokens=False).ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("processor", "settings", "ids"),
+    [
+        (True, None, [1]),
+        (False, {"add_bos_token": True, "bos_token": {"content": "<s>"}}, [1]),
+        (False, {"add_bos_token": True, "bos_token": "<s>"}, [1]),
+        (False, {"add_bos_token": False, "bos_token": "<s>"}, []),
+        (False, {"add_bos_token": True, "bos_token": None}, []),
+        (False, {"add_bos_token": True, "bos_token": "<none>"}, []),
+        (False, None, []),
+    ],
+)
+def test_the_beginning_of_texts(
+    processor: bool,
+    settings: dict[str, Any] | None,
+    ids: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = words(tmp_path)
+    if processor:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert beginning_of_texts(tmp_path, tokenizer) == ids
+    prompts.warn_of_beginning([prompts.Prompt([1, 2], "<s> Hello"), prompts.Prompt([2], " Hello")], ids, tokenizer)
+    said = capsys.readouterr().err
+    assert ("begin with '<s>', and prompt 2 does not" in said) == bool(ids)
+    assert bool(said) == bool(ids)

@@ -612,7 +612,7 @@ def test_check_names_what_a_layer_does_not_share(rng):
     experts.check(num_experts=E, hidden_size=H, bias=True)
     with pytest.raises(ValueError, match=re.escape("`hidden_size` (=96) must be 64, as `experts` have it")):
         experts.check(hidden_size=96, bias=True)
-    with pytest.raises(ValueError, match=re.escape("`bias` (=False) must say whether")):
+    with pytest.raises(ValueError, match=re.escape("`bias` (=False) must be True: `experts` have a `")):
         experts.check(bias=False)
     for wrong in (Experts.stack([experts]), Experts.stack([experts]).layer(0)):
         with pytest.raises(ValueError, match="`experts` must be those of one layer"):

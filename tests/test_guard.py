@@ -155,6 +155,17 @@ def test_arrays_that_are_not_traced_are_refused_before_a_trace(arguments: Any) -
         jax.jit(lambda x: run(x, logits, divided))(x)
 
 
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.sampled(2)
+def test_without_jit(arguments: Any, name: str) -> None:
+    expected = jax.jit(TRANSFORMED[name])(*arguments)
+    with jax.disable_jit():
+        found = TRANSFORMED[name](*arguments)
+        with pytest.raises(ValueError, match=DIVIDED):
+            TRANSFORMED[name](*place(arguments, mesh_of(), "weights"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_weights_that_jit_divides(arguments: Any) -> None:
     x, logits, experts = arguments
     mesh = mesh_of()

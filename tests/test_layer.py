@@ -46,6 +46,8 @@ WRONG = [
     ({"routing": Logits(ones(T + 1, E), TopKSoftmax(K))}, ValueError, ["`values`", "(7, 8)", "(6,)"]),
     ({"routing": Logits(ones(T, E, dtype=np.int32), TopKSoftmax(K))}, TypeError, ["`values`", "int32", "floating"]),
     ({"routing": Logits(ones(T, E), TopKSoftmax(E + 1))}, ValueError, ["`top_k`", "(=9)", "(=8)"]),
+    ({"routing": Logits(ones(T, E), None)}, TypeError, ["`method`", "None", "routing method"]),
+    ({"routing": Logits(ones(T, E), "top_k_softmax")}, TypeError, ["`method`", "'top_k_softmax'", "routing method"]),
     ({"routing": ones(T, E)}, TypeError, ["`routing`", "ndarray", "Routing", "Logits"]),
     ({"routing": (ones(T, K, dtype=np.int32), ones(T, K))}, TypeError, ["`routing`", "tuple", "Routing"]),
     ({"experts": ones(E, H, H)}, TypeError, ["`experts`", "ndarray", "Experts"]),

@@ -337,8 +337,8 @@ def test_a_router_is_made_though_logits_are_given(x):
         ({"layout": "fast"}, "`layout` (='fast') must be one of"),
         ({"experts": (4, H, I)}, "`num_experts` (=8) must be 4, as `experts` have it"),
         ({"experts": (E, 32, I)}, "`hidden_size` (=64) must be 32, as `experts` have it"),
-        ({"experts": (E, H, I), "bias": False}, "`bias` (=False) must say whether `experts` have a `gate_up_bias`"),
-        ({"experts": (E, H, I), "format": jmx.NVFP4}, "`format` (=Format(name='nvfp4'"),
+        ({"experts": (E, H, I), "bias": False}, "`bias` (=False) must be True: `experts` have a `gate_up_bias`"),
+        ({"experts": (E, H, I), "format": jmx.NVFP4}, "`format` (='nvfp4'"),
         ({"experts": (E, H, I), "activation": jmx.ReLU()}, "`gate_up_order` (='concatenated') must be None for `activ"),
     ],
 )

@@ -412,7 +412,7 @@ def test_layout_auto_is_the_platforms_own():
         ({"experts": (4, H, I)}, "`num_experts` (=8) must be 4, as `experts` have it"),
         ({"experts": (E, 96, I)}, "`hidden_size` (=64) must be 96, as `experts` have it"),
         ({"experts": (E, H, 64)}, "`intermediate_size` (=96) must be 64, as `experts` have it"),
-        ({"experts": (E, H, I), "bias": False}, "`bias` (=False) must say whether `experts` have a `gate_up_bias`"),
+        ({"experts": (E, H, I), "bias": False}, "`bias` (=False) must be True: `experts` have a `gate_up_bias`"),
         ({"experts": (E, H, I), "gate_up_order": "concatenated"}, "`gate_up_order` (='concatenated') must be 'interl"),
         ({"experts": (E, H, I), "activation": jmx.ReLU()}, "`gate_up_order` (='interleaved') must be None for `activ"),
         ({"gate_up_order": None}, "`gate_up_order` (=None) must be given for `activation` (=SwiGLU("),

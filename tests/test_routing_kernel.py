@@ -417,7 +417,7 @@ PROBLEM = Problem(
     ],
 )
 def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, biased, expected):
-    assert applies(method, biased, num_tokens, num_experts, Environment.named(machine)) == expected
+    assert applies(method, biased, num_tokens, num_experts, num_experts, Environment.named(machine)) == expected
 
 
 @pytest.mark.every_case
@@ -450,7 +450,7 @@ def test_it_is_explained(num_tokens, device, method, used, rng):
     assert lines(jmx.nnx.MoE(*layer_sizes, routing=given, rngs=nnx.Rngs(0)), x) == expected
     assert lines(jmx.linen.MoE(*layer_sizes, routing=method), x) == expected
     problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=128, top_k=4)
-    where = applies(TopKSoftmax(4), False, num_tokens, 128, Environment.named(device))
+    where = applies(TopKSoftmax(4), False, num_tokens, 128, 128, Environment.named(device))
     assert lines(problem) == [f"logits with softmax routing: routed and grouped by {kernels}"] * where
 
 

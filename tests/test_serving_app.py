@@ -122,6 +122,36 @@ def test_answers(stream: bool) -> None:
     assert found.count(b'"finish_reason":"length"') == 1
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
+def test_a_wrong_base_url_is_an_error_with_the_right_path(path: str) -> None:
+    its, _ = app(DONE)
+    status, _, found = answer(its, ASKED, path)
+    assert (status, found["error"]["message"]) == (404, f"POST {path}: Not Found; did you mean /v1/chat/completions?")
+
+
+@pytest.mark.parametrize(
+    ("path", "method"), [("/nope", "GET"), ("/v1", "GET"), ("/v1/chat/completions", "GET"), ("", "GET")]
+)
+def test_other_paths_and_methods_have_no_such_hint(path: str, method: str) -> None:
+    its, _ = app(DONE)
+    status, _, found = answer(its, ASKED, path, method)
+    assert status in (404, 405)
+    assert "did you mean" not in found["error"]["message"]
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    """Some split a stream at all that ends a line in Python."""
+    text = "a\x0b\x0c\x1c\x85\u2028\u2029\r\né"
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    its, _ = app([*(Output(0, id) for id in ids), Output(0, 65, None, "length")])
+    status, _, found = asyncio.run(ask(its, ASKED | {"stream": True, "max_tokens": 30}))
+    assert status == 200
+    *lines, done = [line for line in found.decode().splitlines() if line]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert "".join(event["choices"][0]["text"] for event in events).startswith(text)
+    assert done == "data: [DONE]"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("first", [[], DONE[:1]])
 def test_an_answer_that_can_fit_no_grammar_is_an_error(stream: bool, first: list[Output]) -> None:

@@ -1,6 +1,7 @@
 """How large a server's cache is by default: what a device's memory leaves, of each group of devices."""
 
 import dataclasses
+import types
 from typing import Any
 
 import jax
@@ -56,3 +57,20 @@ def test_it_is_what_memory_leaves(monkeypatch: pytest.MonkeyPatch, axes: dict[st
 def test_users_are_divided_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"`max_users` \(=7\) must be a multiple of 2"):
         tokens(monkeypatch, dataclasses.replace(LIMITS, max_users=7), split_of(dp=2), None)
+
+
+@pytest.mark.parametrize(
+    ("share", "helps"), [(0.5, "a smaller model; or more devices"), (1.0001, "a smaller --max-length, --max-users or")]
+)
+def test_too_little_memory_is_an_error_that_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch, share: float, helps: str
+) -> None:
+    weights = memory.needed(random_source(CONFIG, 0, jmx.MXFP4), [128], 1, dtype=jnp.bfloat16).weights
+    with pytest.raises(MemoryError, match=f"what helps: {helps}"):
+        tokens(monkeypatch, LIMITS, None, int(share * weights))
+
+
+def test_a_gpu_can_give_jax_more_of_its_memory() -> None:
+    gpu, cpu = (types.SimpleNamespace(platform=platform) for platform in ("gpu", "cpu"))
+    assert [("MEM_FRACTION" in its) for its in memory.remedies(gpu, None)] == [False, True]
+    assert memory.remedies(cpu, split_of(dp=1)) == []

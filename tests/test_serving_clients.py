@@ -69,6 +69,7 @@ BODIES: dict[str, tuple[dict[str, Any], str | None]] = {
         {"messages": [USER], "store": False, "service_tier": "auto", "modalities": ["text"], "n": 1, "logit_bias": {}},
         None,
     ),
+    "no calls in a list": ({"messages": [USER, {"role": "assistant", "content": "b", "tool_calls": []}, USER]}, None),
     "keeps answers": ({"messages": [USER], "store": True}, "store"),
     "speaks": ({"messages": [USER], "modalities": ["text", "audio"]}, "modalities"),
     "older functions": ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),

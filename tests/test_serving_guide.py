@@ -14,7 +14,7 @@ SPECIAL = ("<s>", "</s>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"], "additionalProperties": False}
 
 
-def walk(special: tuple[str, ...], text: str, *, in_thoughts: bool = False) -> list[set[int] | None]:
+def walk(special: tuple[str, ...], text: str, *, in_thoughts: bool = False) -> list[set[int]]:
     """What may follow before each token of a text, and after it; all of its tokens may."""
     tokenizer = make_tokenizer(special)
     size = tokenizer.get_vocab_size() + 40  # a model's vocabulary can be larger
@@ -22,16 +22,14 @@ def walk(special: tuple[str, ...], text: str, *, in_thoughts: bool = False) -> l
     guide = Guides(tokenizer, size, ends).start(check_schema(SCHEMA), in_thoughts=in_thoughts)
     found = [allowed(guide, size)]
     for id in tokenizer.encode(text, add_special_tokens=False).ids:
-        assert found[-1] is None or id in found[-1]
+        assert id in found[-1]
         guide.step(id)
         found.append(allowed(guide, size))
     return found
 
 
-def allowed(guide: Guide, size: int) -> set[int] | None:
+def allowed(guide: Guide, size: int) -> set[int]:
     words = guide.allowed()
-    if words is None:
-        return None
     assert len(words) == -(-size // 32)
     return {*np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()}
 
@@ -43,20 +41,32 @@ def test_an_answer_fits_and_then_ends() -> None:
     assert found[-1] == {tokenizer.token_to_id("</s>")}
 
 
-def test_channels_before_the_final_one_are_free() -> None:
+def all_but(special: tuple[str, ...], *names: str) -> set[int]:
+    """All ids of a model's vocabulary but those of some tokens."""
+    tokenizer = make_tokenizer(special)
+    return {*range(tokenizer.get_vocab_size() + 40)} - {tokenizer.token_to_id(name) for name in names}
+
+
+def test_analysis_is_free_but_does_not_end_the_answer() -> None:
     before = "<|channel|>analysis<|message|>I see.<|end|><|start|>assistant<|channel|>final<|message|>"
     count = len(make_tokenizer(SPECIAL).encode(before, add_special_tokens=False).ids)
     found = walk(SPECIAL, before + '{"é":1}<|return|>')
-    assert found[:count] == [None] * count
-    assert found[count] is not None
-    assert len(found[count] or ()) == 1
+    assert found[:count] == [all_but(SPECIAL, "</s>", "<|return|>")] * count
+    assert len(found[count]) == 1
 
 
-def test_thoughts_are_free() -> None:
+def test_other_channels_fit() -> None:
+    """The API takes all messages for content but those in the analysis channel."""
+    before = "<|channel|>commentary<|message|>"
+    count = len(make_tokenizer(SPECIAL).encode(before, add_special_tokens=False).ids)
+    assert len(walk(SPECIAL, before + '{"é":1}<|return|>')[count]) == 1
+
+
+def test_thoughts_are_free_but_do_not_end_the_answer() -> None:
     special = ("<s>", "</s>", "</think>")
     found = walk(special, 'hm</think>{"é":1}', in_thoughts=True)
-    assert found[:3] == [None] * 3
-    assert found[3] is not None
+    assert found[:3] == [all_but(special, "</s>")] * 3
+    assert len(found[3]) == 1
 
 
 @pytest.mark.parametrize("schema", [{"type": "objct"}, {"type": 3}, {"minimum": "a", "type": "integer"}])

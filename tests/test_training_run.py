@@ -5,9 +5,11 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,83 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
     for given in ({"rate": 0.2}, {}):
         with pytest.raises(ValueError, match=r"`rate` \(=(0.2|None)\) must be 0.1, as when the training in "):
             Run(folder, given, steps=STEPS)
+
+
+def other_dtype(training: Training) -> None:
+    training.model.kernel.set_value(training.model.kernel[...].astype(jnp.bfloat16))
+
+
+def other_shape(training: Training) -> None:
+    training.model.bias = nnx.Param(jnp.zeros(5))
+
+
+def other_optimizer(training: Training) -> None:
+    training.optimizer = nnx.Optimizer(training.model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_dtype, r"kernel.* \(=bfloat16 \(3, 2\)\) must be float32 \(3, 2\)"),
+        (other_shape, r"bias.* \(=float32 \(5,\)\) must be float32 \(2,\)"),
+        (other_optimizer, r"opt_state.* \(=missing\) must be int32 \(\)"),
+    ],
+)
+def test_a_state_of_other_arrays_is_refused(tmp_path: Path, change: Callable[[Training], None], message: str) -> None:
+    Training(tmp_path, steps=4).train()
+    training = Training(tmp_path)
+    change(training)
+    before = training.arrays()
+    with pytest.raises(ValueError, match=f"^`state.*{message}, as in the checkpoint of step 4$"):
+        training.train()
+    assert training.arrays() == before
+    assert training.taken == []
+
+
+@pytest.mark.parametrize("broken", ["curve", "state", "everything"])
+def test_a_broken_checkpoint_is_named_and_the_one_before_it_is_as_good(
+    tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], broken: str
+) -> None:
+    Training(tmp_path).train()
+    last = tmp_path / "steps" / "13"
+    for file in [each for each in last.rglob("*") if each.is_file()]:
+        if broken in (*file.relative_to(last).parts, "everything"):
+            file.write_bytes(file.read_bytes()[:7])
+    with pytest.raises(ValueError, match=rf"^the checkpoint {last} is broken: .*; without that directory a training"):
+        Training(tmp_path).train()
+    shutil.rmtree(last)
+    again = Training(tmp_path)
+    assert again.train() == whole[1]
+    assert again.taken == [13]
+    assert again.arrays() == whole[0].arrays()
+
+
+def test_fewer_steps_than_were_trained_are_refused(tmp_path: Path) -> None:
+    Training(tmp_path).train()
+    with pytest.raises(ValueError, match=r"`steps` \(=8\) must be at least 13, the step that was saved last"):
+        Training(tmp_path, steps=8).train()
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "must be JSON"), ("[1]", r"must be an object .* is \[1\]")])
+def test_a_broken_file_of_arguments_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'run.json'} {message}"):
+        Training(tmp_path)
+
+
+def test_checkpoints_without_the_arguments_of_their_training_are_refused(tmp_path: Path) -> None:
+    Training(tmp_path, steps=4).train()
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"`folder` \(=.*\) has steps, but not run.json"):
+        Training(tmp_path)
+
+
+@pytest.mark.parametrize(("loss", "found"), [(jnp.ones(2), r"shape \(2,\)"), (None, "NoneType")])
+def test_a_loss_is_one_number(tmp_path: Path, loss: Any, found: str) -> None:
+    training = Training(tmp_path)
+    training.step = lambda number: loss
+    with pytest.raises(TypeError, match=rf"`step` \(returning {found}\) must return the loss, one number"):
+        training.train()
 
 
 def test_nothing_is_written_before_the_training(tmp_path: Path) -> None:

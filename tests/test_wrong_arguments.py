@@ -57,7 +57,7 @@ KINDS: dict[str, list[Any]] = {
     "name or None": ["no such", 3, 2.5, ["packed"], {}, Opaque(), np.ones(2)],
     "text": [None, 3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
     "text or None": [3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
-    "dtype": [None, "no such", 3, 2.5, ["x"], Opaque(), jnp.int8, jnp.float8_e5m2],
+    "dtype": [None, "no such", 3, 2.5, ["x"], Opaque(), jnp.int8, jnp.float8_e5m2, np.float64],
     "floats": [*_NO_ARRAY, np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
     "floats or None": [*_NO_ARRAY[1:], np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
     "integers": [*_NO_ARRAY, np.ones((3, 2), np.float32), np.ones((2, 3), bool)],

@@ -11,15 +11,16 @@ class ConfigObject:
     """A JSON object whose entries are read one by one. `close` raises for entries that were not."""
 
     def __init__(self, file: Path, place: str, value: Any):
-        self.file, self.place = file, place
+        self.file, self.place, self._prefix = file, place, f"{place}." if place else ""
         if not isinstance(value, dict):
-            raise CheckpointError(file, f"`{place}` (={value!r}) must be an object")
+            named = f"`{place}` (={value!r})" if place else "the file"
+            raise CheckpointError(file, f"{named} must be an object")
         self.entries: Mapping[str, Any] = value
         self._left = set(value)
 
     @classmethod
     def of_method(cls, file: Path, place: str, value: Any, method: str, ignored: tuple[str, ...] = ()) -> Self:
-        """The object at `place` of config.json that describes a quantization of a `quant_method`.
+        """The object at `place` of config.json, "" for a whole file, that describes a quantization of a `quant_method`.
 
         Raises:
             CheckpointError: it is of another method. Later, from methods: a key is unknown or missing, or has a value
@@ -31,7 +32,7 @@ class ConfigObject:
         return entries
 
     def error(self, key: str, rule: str) -> CheckpointError:
-        return CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) {rule}")
+        return CheckpointError(self.file, f"`{self._prefix}{key}` (={self.entries[key]!r}) {rule}")
 
     def check(self, key: str, fits: Callable[[Any], bool], rule: str, *default: Any) -> Any:
         """The entry, or the default if it is missing. CheckpointError if both are missing, or `fits` is false."""
@@ -39,7 +40,7 @@ class ConfigObject:
         if key not in self.entries:
             if default:
                 return default[0]
-            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
+            raise CheckpointError(self.file, f"`{self._prefix}{key}` is missing")
         if not fits(self.entries[key]):
             raise self.error(key, rule)
         return self.entries[key]
@@ -79,13 +80,13 @@ class ConfigObject:
     def object(self, key: str) -> "ConfigObject":
         self._left.discard(key)
         if key not in self.entries:
-            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
-        return ConfigObject(self.file, f"{self.place}.{key}", self.entries[key])
+            raise CheckpointError(self.file, f"`{self._prefix}{key}` is missing")
+        return ConfigObject(self.file, f"{self._prefix}{key}", self.entries[key])
 
     def close(self) -> None:
         if self._left:
             key = min(self._left)
-            raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
+            raise CheckpointError(self.file, f"`{self._prefix}{key}` (={self.entries[key]!r}) is not a known key")
 
 
 def _same(value: Any, wanted: Any) -> bool:

@@ -23,6 +23,7 @@ from jmx.models import FAMILIES, Generation, Model, Runner, random_source
 from jmx.models.config import Config
 from jmx.models.logprobs import check_count
 from jmx.models.sources.protocol import Source
+from jmx.models.text.beginning import beginning_of_texts
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.continuation import Continuation
 from jmx.models.text.stream import read_tokenizer
@@ -83,6 +84,8 @@ def read_job(arguments: argparse.Namespace) -> Job:
         except (FileNotFoundError, ImportError) as error:
             raise ValueError(f"{error}; or give --prompt-ids") from error
         asked = prompts.encode(texts, tokenizer, ChatTemplate.read(directory) if arguments.chat else None)
+        if not arguments.chat:
+            prompts.warn_of_beginning(asked, beginning_of_texts(directory, tokenizer), tokenizer)
     _check_ids(arguments, source.config, asked)
     _check_lengths(asked, arguments.max_new_tokens, model_arguments.context_length(directory))
     return Job(source, asked, tokenizer, model_arguments.adapters(arguments, source))
@@ -164,7 +167,8 @@ def _rows(arguments: argparse.Namespace, job: Job) -> list[Continuation]:
         "stop_ids": arguments.stop_id,
         "stops": arguments.stop,
     }
-    return [Continuation(job.tokenizer, arguments.max_new_tokens, **ends) for _ in job.prompts]
+    befores = [() if arguments.chat else prompt.ids for prompt in job.prompts]  # an answer is a text of its own
+    return [Continuation(job.tokenizer, arguments.max_new_tokens, **ends, before=before) for before in befores]
 
 
 def _generate(

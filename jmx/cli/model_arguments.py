@@ -156,20 +156,19 @@ def make(
 
 def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int], split: "ModelSplit | None" = None) -> str:
     """The message with both numbers of bytes, and what there is to do."""
+    from jmx.models import memory
+
     of_cache = f"the cache of {len(lengths)} rows" if len(lengths) > 1 else "the cache"
     parts = f"weights {size(needs.weights)}, {of_cache} {size(needs.cache)}, activations {size(needs.activations)}"
-    remedies = ["a smaller model, or a --format of fewer bits if its experts are floats"]
+    smaller = "a smaller model, or a --format of fewer bits if its experts are floats"
     if needs.weights < has:
         fewer = "fewer or shorter prompts" if len(lengths) > 1 else "a shorter prompt"
-        remedies = [f"a smaller --max-new-tokens or {fewer}"]
-    if split is None:
-        remedies.append("more devices (--mesh ep=2)")
-    if device.platform == "gpu":
-        remedies.append("a larger XLA_PYTHON_CLIENT_MEM_FRACTION (by default jax takes 0.75 of the device)")
+        smaller = f"a smaller --max-new-tokens or {fewer}"
+    helps = "; or ".join([smaller, *memory.remedies(device, split)])
     each = "" if split is None else " on each device"
     return (
         f"the model needs at least {size(needs.total)}{each} ({parts}), and {device.platform} {device.id} has "
-        f"{size(has)} free; what helps: {'; or '.join(remedies)}"
+        f"{size(has)} free; what helps: {helps}"
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jmx.cli.output import to_stderr
 from jmx.cli.parser import Parser
 
 _STDIN = "-"
@@ -158,3 +159,11 @@ def encode(texts: list[str], tokenizer: Any, template: Any) -> list[Prompt]:
         if not prompt.ids:
             raise ValueError(f"prompt {number} (={prompt.text!r}) must have at least one token")
     return found
+
+
+def warn_of_beginning(prompts: list[Prompt], beginning: list[int], tokenizer: Any) -> None:
+    """A line on stderr if the checkpoint's texts have a beginning of special tokens that some raw prompt lacks."""
+    lacking = [number for number, its in enumerate(prompts, 1) if its.ids[: len(beginning)] != beginning]
+    if lacking:
+        text = tokenizer.decode(beginning, skip_special_tokens=False)
+        to_stderr(f"jmx: warning: this model's texts begin with {text!r}, and prompt {lacking[0]} does not")

@@ -17,6 +17,7 @@ from jmx.experts import Experts
 from jmx.grouping import SortedRows
 from jmx.guard import guarded
 from jmx.numerics.formats import BlockScaled
+from jmx.util.primals import values_of
 from jmx.util.typing import Array, Float
 
 # Of one role: rows (R, K), how they are sorted, experts -> (R, N). Rows of no assignment may come out as anything:
@@ -40,9 +41,7 @@ def differentiable(role: str, product: Product, transposed: Product, outer: Oute
     def forward(rows: Any, sorted: Any, experts: Any) -> tuple[Float[Array, "R N"], Any]:
         refuse_weight_gradients(experts)
         trained = getattr(experts, role).values.perturbed
-        rows, sorted, experts = jax.tree.map(
-            lambda primal: primal.value, (rows, sorted, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-        )
+        rows, sorted, experts = values_of((rows, sorted, experts))
         kept = rows if trained else None
         return _of_assignments(product)(rows, sorted, experts), (kept, sorted, experts, jnp.zeros(0, rows.dtype))
 
@@ -83,9 +82,7 @@ def with_derivative_of(
 
     def forward(*arguments: Any) -> tuple[Float[Array, "n M I"], Any]:
         refuse_weight_gradients(arguments[-1])
-        *given, rows, experts = jax.tree.map(
-            lambda primal: primal.value, arguments, is_leaf=lambda leaf: hasattr(leaf, "perturbed")
-        )
+        *given, rows, experts = values_of(arguments)
         return jax.vjp(lambda *its: first(*its, rows, experts), *given)
 
     def backward(vjp: Any, da: Any) -> tuple[Any, ...]:

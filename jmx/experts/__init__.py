@@ -1,12 +1,11 @@
 """The experts of one layer: their arrays, checks, creation, conversion between layouts, and sharding."""
 
 from jmx.experts.arrays import Axes, MeshAxes, check_axes, partition_names
-from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
+from jmx.experts.creation import ORDERS, check_sizes
 from jmx.experts.experts import OTHER_ARRAYS, ROLES, Experts
 from jmx.experts.sharded import ShardedExperts
 
 __all__ = [
-    "BIAS_DTYPES",
     "ORDERS",
     "OTHER_ARRAYS",
     "ROLES",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmx.activations import Activation
 from jmx.experts import padding
@@ -14,11 +15,19 @@ from jmx.numerics import formats, quantization
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.numerics.gate_up import GATE_UP_ORDERS, join_gate_up, split_gate_up
 from jmx.numerics.input_formats import INPUT_FORMATS, check_static_range
-from jmx.util.checks import check_array, check_instance, check_int
+from jmx.util.checks import check_array, check_dtype, check_instance, check_int
 from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Float32, Shaped
 
 ORDERS = (*GATE_UP_ORDERS, None)
-BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+_BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+def resolve_bias_dtype(name: str, value: Any) -> np.dtype:
+    """A dtype of biases, of a router's weights, or of adapters, which jax does not narrow."""
+    dtype = check_dtype(name, value, *_BIAS_DTYPES)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"`{name}` (={dtype.name}) must not be narrowed by jax: enable `jax_enable_x64`")
+    return dtype
 
 
 def check_sizes(

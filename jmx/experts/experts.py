@@ -13,7 +13,7 @@ import numpy as np
 from jmx import meshes
 from jmx.activations import Activation
 from jmx.experts import conversion, creation, padding
-from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
+from jmx.experts.creation import ORDERS, check_sizes
 from jmx.experts.stacking import check_alike, check_one_layer, check_stackable, layer_index
 from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
@@ -179,7 +179,7 @@ class Experts:
         check_key("key", key)
         check_one_of("gate_up_order", gate_up_order, ORDERS)
         format = formats.get(format)
-        bias_dtype = check_dtype("bias_dtype", bias_dtype, *BIAS_DTYPES)
+        bias_dtype = creation.resolve_bias_dtype("bias_dtype", bias_dtype)
         num_experts, hidden_size, intermediate_size = check_sizes(num_experts, hidden_size, intermediate_size, format)
         rows = intermediate_size * (1 if gate_up_order is None else 2)
         keys = jax.random.split(key, 4)

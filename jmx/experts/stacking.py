@@ -50,11 +50,12 @@ def check_one_layer(experts: Any, bias: bool, fields: Mapping[str, Any]) -> None
     if experts.index is not None or len(experts.canonical_shape()) != 3:
         raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")
     for name, value in fields.items():
-        if getattr(experts, name) != value:
-            raise ValueError(f"`{name}` (={value!r}) must be {getattr(experts, name)!r}, as `experts` have it")
+        if (its := getattr(experts, name)) != value:
+            given, its = (getattr(format, "name", format) for format in (value, its))
+            raise ValueError(f"`{name}` (={given!r}) must be {its!r}, as `experts` have it")
     for name in ("gate_up_bias", "down_bias"):
         if bias != (getattr(experts, name) is not None):
-            raise ValueError(f"`bias` (={bias}) must say whether `experts` have a `{name}`")
+            raise ValueError(f"`bias` (={bias}) must be {not bias}: `experts` have {'no' if bias else 'a'} `{name}`")
 
 
 def check_stackable(experts: Any, kind: type) -> None:

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jmx.experts import Experts, padding
-from jmx.experts.creation import BIAS_DTYPES
+from jmx.experts.creation import resolve_bias_dtype
 from jmx.util import pytrees
 from jmx.util.checks import (
     check_array,
     check_bool,
-    check_dtype,
     check_finite,
     check_instance,
     check_int,
@@ -189,7 +188,7 @@ class LoRA:
             raise ValueError(f"`targets` (={self.targets}) must have one of {TARGETS}")
         check_targets("targets", self.targets, gated=True)
         check_bool("rank_stabilized", self.rank_stabilized)
-        object.__setattr__(self, "dtype", check_dtype("dtype", self.dtype, *BIAS_DTYPES))
+        object.__setattr__(self, "dtype", resolve_bias_dtype("dtype", self.dtype))
 
     @property
     def scale(self) -> float:

@@ -169,6 +169,19 @@ def available(device: Any) -> int | None:
     return min((size for size in left if size is not None), default=None)
 
 
+def remedies(device: Any, split: ModelSplit | None) -> list[str]:
+    """What gives a command more memory for the same work, for its error.
+
+    Args:
+        device: that has too little.
+        split: how a mesh divides the model; None: it is on one device.
+    """
+    found = [] if split is not None else ["more devices (--mesh ep=2)"]
+    if device.platform == "gpu":
+        found.append("a larger XLA_PYTHON_CLIENT_MEM_FRACTION (by default jax takes 0.75 of the device)")
+    return found
+
+
 def _memory_of_host() -> int | None:
     try:
         found = {line.split(":")[0]: line.split()[1] for line in _MEMINFO.read_text().splitlines()}

@@ -206,7 +206,7 @@ def _parametrised(name: str) -> Format | None:
 
 
 class FormatTable(dict[str, Format]):
-    """Formats by name. Beside those that it lists, it has those of any size: `also` says which."""
+    """Formats by name. Beside those that it lists, it has those of any size, which `also` describes."""
 
     also = (
         "int4_gN or int8_gN (also _asym, _order) for groups of any N, or fp8_block_RxC for blocks of R rows, C columns"

@@ -1,4 +1,4 @@
-"""Triton kernels with a definition in plain jnp, as primitives: which of both a call is follows when it is lowered.
+"""Triton kernels with a definition in plain jnp, as primitives: which of the two runs is decided at lowering.
 
 Lowered for an NVIDIA GPU it is the kernel. For other platforms, in exported programs, of which Triton kernels are no
 stable part, and under vmap it is the definition. Derivatives are the caller's to define.

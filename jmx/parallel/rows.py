@@ -14,9 +14,9 @@ from jax import lax
 from jmx import meshes
 from jmx.parallel.exchange import Call, Here, Local
 from jmx.parallel.packed_rows import together
-from jmx.parallel.perturbed_leaves import Perturbed
 from jmx.parallel.row_plan import RowPlan, most_rounds, plan_rows, rounds_needed, rows_of_a_round
 from jmx.routing import NOWHERE, Routing
+from jmx.util.primals import Perturbed, values_of
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 
 
@@ -69,8 +69,7 @@ def _exchanged_fwd(
     call: Call, local: Local, x: Any, routing: Any, arrays: Any, first_experts: Any
 ) -> tuple[Float[Array, "T H"], Any]:
     perturbed = Perturbed.of(arrays)
-    primals = (x, routing, arrays, first_experts)
-    values = jax.tree.map(lambda primal: primal.value, primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    values = values_of((x, routing, arrays, first_experts))
     return _exchanged(call, local, *values), (*values, perturbed)
 
 

@@ -67,7 +67,7 @@ class Shape:
 def split_formats(pair: str) -> tuple[str, str | None]:
     """The names in "WEIGHTS" or "WEIGHTS:INPUTS": of the weights' format, and of the inputs' (None: of 16 bits).
 
-    Whether formats have these names is not looked at.
+    Whether formats have these names is not checked.
     """
     weights, colon, inputs = pair.partition(":")
     return weights, inputs if colon else None

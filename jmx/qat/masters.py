@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_sizes, creation
+from jmx.experts import ORDERS, Experts, check_sizes, creation
 from jmx.numerics import formats, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.qat.rounding import check_gradients, check_master
@@ -158,7 +158,7 @@ class MasterExperts:
         check_one_of("gate_up_order", gate_up_order, ORDERS)
         check_instance("qat", qat, QAT, "a jmx.training.QAT")
         format = formats.get(format)
-        bias_dtype = check_dtype("bias_dtype", bias_dtype, *BIAS_DTYPES)
+        bias_dtype = creation.resolve_bias_dtype("bias_dtype", bias_dtype)
         num_experts, hidden_size, intermediate_size = check_sizes(num_experts, hidden_size, intermediate_size, format)
         check_bool("bias", bias)
         rows = intermediate_size * (1 if gate_up_order is None else 2)

@@ -15,6 +15,7 @@ from jmx.numerics import layouts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, resolve
 from jmx.routing import Logits, Routing
+from jmx.routing.logits import check as check_logits
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -208,6 +209,7 @@ def check_arguments(
         number = experts.num_experts if num_experts is None else num_experts
         if values.shape[-1:] != (number,):
             raise ValueError(f"`values` (shape {values.shape}) must be (..., {number}), one an expert")
+        check_logits(routing)
     experts.check_activation(activation)
     check_one_of("weights_on", weights_on, WEIGHTS_ON)
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jmx.training.finite import check_finite
 from jmx.util.atomic_files import write_json
-from jmx.util.checks import check_callable, check_instance, check_int, check_path
+from jmx.util.checks import check_callable, check_instance, check_int, check_path, is_array
 from jmx.util.typing import Array, Float
 
 
@@ -58,14 +58,27 @@ class Run:
         self._save_every = check_int("save_every", save_every, least=1)
         if save_every % report_every:
             raise ValueError(f"`save_every` (={save_every}) must be a multiple of `report_every` (={report_every})")
-        if self._file.exists():
-            for name, value in json.loads(self._file.read_text()).items():
-                if (its := self._arguments.get(name)) != value:
-                    raise ValueError(f"`{name}` (={its}) must be {value}, as when the training in {folder} began")
+        for name, value in self._began_with().items():
+            if (its := self._arguments.get(name)) != value:
+                raise ValueError(f"`{name}` (={its}) must be {value}, as when the training in {folder} began")
 
     @property
     def _file(self) -> Path:
         return self._folder / "run.json"
+
+    def _began_with(self) -> dict[str, Any]:
+        """The arguments of the training in the folder; none if it has not begun."""
+        try:
+            found = json.loads(self._file.read_text())
+        except FileNotFoundError:
+            if (steps := self._folder / "steps").exists():
+                raise ValueError(f"`folder` (={self._folder}) has {steps.name}, but not {self._file.name}") from None
+            return {}
+        except ValueError as error:
+            raise ValueError(f"{self._file} must be JSON, as a training wrote it: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{self._file} must be an object of JSON, as a training wrote it, and is {found!r}")
+        return found
 
     def train(
         self, state: tuple[Any, ...], step: Callable[[int], Float[Array, ""]], *, tokens_per_step: int
@@ -76,8 +89,8 @@ class Run:
 
         Args:
             state: a tuple of the NNX modules and optimizers that `step` updates, which get the arrays of a checkpoint.
-            step: takes the number of a step, from 1 on, updates `state`, and returns the loss before. For runs that
-                continue to give the same bits, all that a step uses has to follow from its number.
+            step: takes the number of a step, from 1 on, updates `state`, and returns the loss before, one number. For
+                runs that continue to give the same bits, all that a step uses has to follow from its number.
             tokens_per_step: from which the speed follows.
 
         Returns:
@@ -86,7 +99,8 @@ class Run:
         Raises:
             FloatingPointError: a loss, or a value that a checkpoint would have, is NaN or infinite. The message names
                 the step, and the step that was saved last.
-            TypeError, ValueError: arguments that are not as above.
+            TypeError, ValueError: arguments that are not as above; a state of other arrays than those of the latest
+                checkpoint, one that is broken, or one of a later step than the last.
         """
         kinds = nnx.Module, nnx.Optimizer
         if not isinstance(state, tuple) or not state or not all(isinstance(each, kinds) for each in state):
@@ -97,13 +111,15 @@ class Run:
         if not self._file.exists():
             write_json(self._file, self._arguments)
         with _Checkpoints(self._folder / "steps") as checkpoints:
+            if (latest := checkpoints.latest) > self._steps:
+                raise ValueError(f"`steps` (={self._steps}) must be at least {latest}, the step that was saved last")
             done, curve = checkpoints.restore(state)
             with _Display(self._steps, done) as display:
                 while done < self._steps:
                     since = time.perf_counter()
                     last = min(done - done % self._report_every + self._report_every, self._steps)
                     numbers = range(done + 1, last + 1)
-                    losses = np.asarray(jax.device_get([step(number) for number in numbers]))
+                    losses = np.asarray(jax.device_get([_scalar(step(number)) for number in numbers]))
                     kept = f"; step {checkpoints.latest} was saved last"
                     for number, loss in zip(numbers, losses, strict=True):
                         if not np.isfinite(loss):
@@ -139,20 +155,52 @@ class _Checkpoints:
         """Fills the modules from the latest checkpoint. Its step and the curve before; without one, 0 and none."""
         if not (step := self.latest):
             return 0, []
+        curve = self._read(step, "curve", ocp.args.JsonRestore())
+        _check_arrays(step, curve["arrays"], _described(state))
         leaves, structure = jax.tree.flatten(nnx.state(state))
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(leaves), curve=ocp.args.JsonRestore())
-        found = self._manager.restore(step, args=wanted)
-        nnx.update(state, jax.tree.unflatten(structure, found["state"]))
-        return step, [(number, loss) for number, loss in found["curve"]["losses"]]
+        nnx.update(state, jax.tree.unflatten(structure, self._read(step, "state", ocp.args.StandardRestore(leaves))))
+        return step, [(number, loss) for number, loss in curve["losses"]]
+
+    def _read(self, step: int, item: str, how: ocp.args.CheckpointArgs) -> Any:
+        """An item of a checkpoint; ValueError if it is broken."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+        except (ValueError, KeyError, TypeError, FileNotFoundError) as error:  # as Orbax and its libraries have it
+            where = self._manager.directory / str(step)
+            raise ValueError(
+                f"the checkpoint {where} is broken: {error}; without that directory a training continues from the one "
+                "before"
+            ) from error
 
     def save(self, step: int, state: Any, curve: list[tuple[int, float]]) -> None:
         """Saves the modules' arrays. FloatingPointError if one of them has NaN: its next loss would be."""
         check_finite(nnx.state(state), step=step, kept=f"step {self.latest}")
         leaves = jax.tree.leaves(nnx.state(state))
-        losses = {"losses": [list(entry) for entry in curve]}
+        losses = {"losses": [list(entry) for entry in curve], "arrays": _described(state)}
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(leaves), curve=ocp.args.JsonSave(losses))
         )
+
+
+def _described(state: Any) -> dict[str, str]:
+    """The dtype and shape of each array of a state, by its name."""
+    named = jax.tree_util.tree_flatten_with_path(nnx.state(state))[0]
+    return {jax.tree_util.keystr(path): f"{leaf.dtype} {tuple(leaf.shape)}" for path, leaf in named}
+
+
+def _check_arrays(step: int, saved: dict[str, str], its: dict[str, str]) -> None:
+    """Raises ValueError, naming the first array that differs. Orbax would convert dtypes, and pair arrays by number."""
+    for name in [*saved, *its]:
+        if saved.get(name) != its.get(name):
+            there, here = saved.get(name, "missing"), its.get(name, "missing")
+            raise ValueError(f"`state{name}` (={here}) must be {there}, as in the checkpoint of step {step}")
+
+
+def _scalar(loss: Any) -> Any:
+    if not (isinstance(loss, int | float) or (is_array(loss) and loss.shape == ())):
+        found = f"shape {tuple(loss.shape)}" if is_array(loss) else type(loss).__name__
+        raise TypeError(f"`step` (returning {found}) must return the loss, one number")
+    return loss
 
 
 class _Display:

@@ -99,7 +99,7 @@ def check_one_of(
     """One of the names of a table, or of a tuple, which may hold None.
 
     `meant`: the end of the message about another name, from that name and the known ones.
-    A table that has more names than it lists says which in its attribute `also`.
+    The attribute `also` of a table describes names that it has but does not list.
     """
     listed = choices if isinstance(choices, tuple) else [*choices]
     if value is None and None in listed:

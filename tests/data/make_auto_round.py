@@ -9,7 +9,6 @@ the same name, holds the weights that AutoRound makes of the last expert's up an
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import importlib.util
-import json
 import sys
 import types
 from pathlib import Path
@@ -27,9 +26,8 @@ for name in ("auto_round", "auto_round.utils"):
 
 import torch  # noqa: E402
 from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from tool_models import EXPERTS, make_all, qwen3_moe_config, save  # noqa: E402
 
-EXPERTS = "model.layers.0.mlp.experts"
 COUNT, HIDDEN, INTERMEDIATE = 2, 96, 64
 CASES = {  # packing, bits, group size, whether symmetric
     "auto_round_g32": ("auto_round:auto_gptq", 4, 32, True),
@@ -61,7 +59,6 @@ def pack(rows: int, columns: int, packing: str, bits: int, size: int, symmetric:
 
 
 def make(folder: Path, packing: str, bits: int, size: int, symmetric: bool) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     tensors, answers = {}, {}
     for expert in range(COUNT):
         for part in ("gate", "up", "down"):
@@ -85,26 +82,8 @@ def make(folder: Path, packing: str, bits: int, size: int, symmetric: bool) -> N
         "quant_method": "auto-round",
         "sym": symmetric,
     }
-    model = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
-        "num_experts": COUNT,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 1,
-        "quantization_config": quantization,
-    }
-    (folder / "config.json").write_text(json.dumps(model))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    save_file(answers, folder.with_suffix(".safetensors"))
-
-
-def main(path: str) -> None:
-    for seed, (name, case) in enumerate(CASES.items()):
-        torch.manual_seed(seed)
-        make(Path(path) / name, *case)
+    save(folder, qwen3_moe_config(COUNT, HIDDEN, INTERMEDIATE, 1, quantization), tensors, answers)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    make_all(sys.argv[1], CASES, make)

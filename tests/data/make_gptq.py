@@ -11,7 +11,6 @@ of the last expert's up and down, in float32.
 
 import dataclasses
 import importlib.util
-import json
 import sys
 import types
 from pathlib import Path
@@ -31,9 +30,7 @@ import torch  # noqa: E402
 from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear  # noqa: E402
 from awq.modules.linear.gemm import WQLinear_GEMM  # noqa: E402
 from awq.utils.packing_utils import dequantize_gemm  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-EXPERTS = "model.layers.0.mlp.experts"
+from tool_models import EXPERTS, make_all, qwen3_moe_config, save  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +116,7 @@ def pack_awq(layer: torch.nn.Linear, case: Case, group: torch.Tensor) -> tuple[A
     return tensors, answer.T.contiguous().float()
 
 
-def make(case: Case, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def make(folder: Path, case: Case) -> None:
     tensors: dict[str, torch.Tensor] = {}
     answers: dict[str, torch.Tensor] = {}
     group = torch.empty(0)
@@ -163,26 +159,9 @@ def make(case: Case, folder: Path) -> None:
             "version": "gemm",
             "modules_to_not_convert": ["gate"],
         }
-    model = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": case.hidden,
-        "moe_intermediate_size": case.intermediate,
-        "num_experts": case.num_experts,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "quantization_config": quantization,
-    }
-    (folder / "config.json").write_text(json.dumps(model))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    save_file(answers, folder.with_suffix(".safetensors"))
-
-
-def main(path: str) -> None:
-    for seed, (name, case) in enumerate(CASES.items()):
-        torch.manual_seed(seed)
-        make(case, Path(path) / name)
+    config = qwen3_moe_config(case.num_experts, case.hidden, case.intermediate, 2, quantization)
+    save(folder, config, tensors, answers)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    make_all(sys.argv[1], {name: (case,) for name, case in CASES.items()}, make)

@@ -107,10 +107,15 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def make_model(config_class: type, model_class: type, sizes: dict[str, Any]) -> Any:
-    """Random weights whose rows differ in size, norms that are not all one, and routers that decide."""
     config = config_class(**SIZES | sizes, dtype=torch.bfloat16, attn_implementation="eager")
     config._experts_implementation = "eager"
     model = model_class(config).to(torch.bfloat16).eval().requires_grad_(False)
+    randomize(model)
+    return model
+
+
+def randomize(model: Any) -> None:
+    """Random weights whose rows differ in size, norms that are not all one, and routers that decide."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name:
             continue
@@ -123,11 +128,11 @@ def make_model(config_class: type, model_class: type, sizes: dict[str, Any]) -> 
             values = torch.randn_like(tensor, dtype=torch.float32) * rows * tensor.shape[-1] ** -0.5
             values *= 2 if name.endswith("mlp.gate.weight") else 1
         tensor.data = values if name.endswith("correction_bias") else values.to(torch.bfloat16)
-    return model
 
 
 @torch.no_grad()
-def save_answers(folder: Path, file: Path) -> None:
+def save_answers(folder: Path, file: Path, length: int = LENGTH, new: int = NEW) -> None:
+    """Runs the model in a folder on prompts of `length` tokens, and continues them by `new` tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(model.model.layers):
@@ -141,15 +146,15 @@ def save_answers(folder: Path, file: Path) -> None:
     ids = tokens = torch.empty(0)
     margin = 0.0
     while margin < MARGIN:
-        ids = tokens = torch.randint(model.config.vocab_size, (PROMPTS, LENGTH))
+        ids = tokens = torch.randint(model.config.vocab_size, (PROMPTS, length))
         margins = []
-        for _ in range(NEW):
+        for _ in range(new):
             best = model(tokens).logits[:, -1].topk(2, dim=-1)
             margins.append(best.values[:, 0] - best.values[:, 1])
             tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
         margin = float(torch.stack(margins).min())
     logits = model(ids).logits
-    found |= {"logits": logits, "input_ids": ids.to(torch.int32), "greedy": tokens[:, LENGTH:].to(torch.int32)}
+    found |= {"logits": logits, "input_ids": ids.to(torch.int32), "greedy": tokens[:, length:].to(torch.int32)}
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}, file)
 
 

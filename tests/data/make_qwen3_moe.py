@@ -5,7 +5,7 @@
 A folder holds a small random Qwen3-MoE: config.json and model.safetensors as those packages leave them. The file beside
 it, of the same name, holds `input_ids`, and of transformers' run in float32 on the weights as the folder has them,
 dequantized where they are quantized: `logits`, the experts of each layer's tokens (`experts0` ..., best first) with
-their weights (`weights0` ...), and the `greedy` continuation, in which every token leads by `MARGIN`.
+their weights (`weights0` ...), and the `greedy` continuation, in which every token leads by `make_models.MARGIN`.
 
 `grouped_routing.safetensors` is DeepSeek-V3's router and experts, a layer alone: see `grouped_routing`.
 """
@@ -25,13 +25,13 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from make_compressed_tensors import BLOCK, NVFP4, answer, calibrate, integers
+from make_models import randomize, save_answers
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3TopkRouter
 
 LIMIT = 1_500_000  # bytes, of all files together
-PROMPTS, LENGTH, NEW = 2, 24, 16
-MARGIN = 0.002  # by which each token that is taken must lead
+LENGTH, NEW = 24, 16  # tokens of a prompt, and of its continuation
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -80,51 +80,11 @@ QUANTIZED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def make_model(sizes: dict[str, Any]) -> Qwen3MoeForCausalLM:
-    """Random weights whose rows differ in size, norms that are not all one, and routers that decide."""
     config = Qwen3MoeConfig(**sizes, dtype=torch.bfloat16, attn_implementation="eager")
     config._experts_implementation = "eager"
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            values = 1 + torch.randn_like(parameter, dtype=torch.float32) / 5
-        elif name.endswith("bias"):
-            values = torch.randn_like(parameter, dtype=torch.float32) / 10
-        else:
-            rows = torch.exp2(torch.rand(*parameter.shape[:-1], 1) * 2 - 1)
-            values = torch.randn_like(parameter, dtype=torch.float32) * rows * parameter.shape[-1] ** -0.5
-            values *= 2 if name.endswith("mlp.gate.weight") else 1
-        parameter.copy_(values)
+    randomize(model)
     return model
-
-
-@torch.no_grad()
-def save_answers(folder: Path, file: Path) -> None:
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "gate"):
-
-            def keep(module: Any, inputs: Any, outputs: Any, index: int = index) -> None:
-                _, found[f"weights{index}"], experts = outputs
-                found[f"experts{index}"] = experts.to(torch.int32)
-
-            layer.mlp.gate.register_forward_hook(keep)
-    ids = tokens = torch.empty(0)
-    margin = 0.0
-    while margin < MARGIN:
-        ids = tokens = torch.randint(model.config.vocab_size, (PROMPTS, LENGTH))
-        margins = []
-        for _ in range(NEW):
-            best = model(tokens).logits[:, -1].topk(2, dim=-1)
-            margins.append(best.values[:, 0] - best.values[:, 1])
-            tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
-        margin = float(torch.stack(margins).min())
-    found |= {
-        "logits": model(ids).logits,
-        "input_ids": ids.to(torch.int32),
-        "greedy": tokens[:, LENGTH:].to(torch.int32),
-    }
-    save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}, file)
 
 
 def linears(folder: Path) -> torch.nn.Module:
@@ -168,7 +128,7 @@ def quantize(source: Path, folder: Path, weights: dict[str, Any], ignore: list[s
     save_file(kept | answers, dense / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"dtype": "float32"}
     (dense / "config.json").write_text(json.dumps(config))
-    save_answers(dense, folder.with_suffix(".safetensors"))
+    save_answers(dense, folder.with_suffix(".safetensors"), LENGTH, NEW)
     for file in dense.iterdir():
         file.unlink()
     dense.rmdir()
@@ -223,7 +183,7 @@ def main(path: str) -> None:
         model = make_model(sizes)
         model.save_pretrained(folder / name)
         (folder / name / "generation_config.json").unlink(missing_ok=True)
-        save_answers(folder / name, folder / f"{name}.safetensors")
+        save_answers(folder / name, folder / f"{name}.safetensors", LENGTH, NEW)
     for seed, (name, (weights, ignore)) in enumerate(QUANTIZED.items()):
         torch.manual_seed(10 + seed)
         quantize(folder / "bf16", folder / name, weights, ignore)

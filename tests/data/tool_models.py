@@ -1,6 +1,7 @@
-"""What `make_modelopt.py` and `make_quark.py` share: sizes of their models, weights, and how files are laid down."""
+"""What scripts share that run packages which quantize: sizes of their models, weights, and how files are written."""
 # pyright: reportMissingImports=false
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,31 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GPT_OSS = SIZES | {"num_local_experts": NUM_EXPERTS, "intermediate_size": 64, "sliding_window": 8}
+EXPERTS = "model.layers.0.mlp.experts"  # of `qwen3_moe_config`
+
+
+def qwen3_moe_config(
+    num_experts: int, hidden_size: int, intermediate_size: int, num_layers: int, quantization: dict[str, Any]
+) -> dict[str, Any]:
+    """config.json of a checkpoint whose modules are named as Qwen3-MoE's; it need not be a whole model."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden_size,
+        "moe_intermediate_size": intermediate_size,
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": num_layers,
+        "quantization_config": quantization,
+    }
+
+
+def save(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any], answers: Mapping[str, Any]) -> None:
+    """A checkpoint, and its answers beside the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(answers), folder.with_suffix(".safetensors"))
 
 
 @torch.no_grad()

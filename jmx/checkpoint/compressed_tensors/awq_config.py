@@ -25,13 +25,15 @@ _ELSEWHERE = (
     "fuse_max_seq_len",
     "modules_to_fuse",
 )
+_SPELLINGS = ("bits", "w_bit"), ("group_size", "q_group_size")  # in config.json, and in AutoAWQ's own file
 
 
 def parse_awq(file: Path, place: str, value: Any) -> Quantization:
     """The quantization of the object at `place` of config.json. Raises `CheckpointError`: see `of_method`."""
     top = ConfigObject.of_method(file, place, value, METHOD, (*_ELSEWHERE, *OF_AUTO_ROUND))
-    top.one_of("bits", (4,))
-    size = group_size(top, "group_size")
+    bits, of_group = (next((key for key in keys if key in top.entries), keys[0]) for keys in _SPELLINGS)
+    top.one_of(bits, (4,))
+    size = group_size(top, of_group)
     top.one_of("zero_point", (True,))  # the package packs no weights without them
     top.one_of("version", ("gemm", "GEMM", None), None)  # others pack words along the other axis
     ignore = targets_of(top, "modules_to_not_convert", top.strings("modules_to_not_convert", []), parse_module)

@@ -88,8 +88,7 @@ def parse_gptq(file: Path, place: str, value: Any) -> Quantization:
     size = group_size(top, "group_size")
     ordered = top.one_of("desc_act", (True, False), False) and size is not None
     symmetric = top.one_of("sym", (True, False), True)
-    storage = _FORMATS[top.one_of("checkpoint_format", (*_FORMATS,), None)]
-    top.one_of("format", (*_FORMATS,), None)
+    storage = _storage(top)
     top.one_of("is_marlin_format", (False, None), None)
     top.one_of("pack_dtype", ("int32", None), None)
     top.one_of("lm_head", (True, False, None), None)
@@ -100,6 +99,15 @@ def parse_gptq(file: Path, place: str, value: Any) -> Quantization:
     suffixes = ["asym"] * (not symmetric) + ["order"] * ordered
     scheme = Scheme("_".join([f"int{bits}", blocks, *suffixes]), None, storage)
     return Quantization(file, (Group(METHOD, (parse_target("Linear"),), scheme),), ignore)
+
+
+def _storage(top: ConfigObject) -> str:
+    """How zero points are stored. CheckpointError if both keys that name it do, differently."""
+    named = {key: top.one_of(key, (*_FORMATS,), None) for key in ("checkpoint_format", "format")}
+    given = {key: name for key, name in named.items() if name is not None}
+    if len({*given.values()}) > 1:
+        raise top.error("format", f"must be that of `checkpoint_format` (={given['checkpoint_format']!r})")
+    return _FORMATS[next(iter(given.values()), None)]
 
 
 def group_size(entries: ConfigObject, key: str) -> int | None:

@@ -21,6 +21,8 @@ from jmx.util.checks import check_path
 _OTHERS = (quark_config, fp8_config, gptq_config, awq_config, auto_round_config)
 
 KEYS = ("quantization_config", "compression_config")  # in newer and in older files
+# Files of the tools' own beside config.json, which may have nothing of them: AutoGPTQ's, AutoAWQ's and AutoRound's.
+FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 TEXT_CONFIG = "text_config"  # may hold them instead, in models with other inputs than text
 
 
@@ -42,7 +44,9 @@ def is_quantized(path: str | os.PathLike[str]) -> bool:
         CheckpointError: there is no config, or has two that differ, or one under an unknown key.
     """
     file = check_path("path", path) / FILE
-    return find_quantization(file, read_object(file)) is not None or os.path.lexists(file.parent / modelopt_config.FILE)
+    if find_quantization(file, read_object(file)) is not None:
+        return True
+    return any(os.path.lexists(file.parent / name) for name in (modelopt_config.FILE, *FILES))
 
 
 def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
@@ -52,13 +56,22 @@ def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
         whole = read_json(beside)
         inner = whole.get("quantization") if isinstance(whole, dict) else None
         return modelopt_config.parse_modelopt(beside, "quantization", inner)
+    own = next((file.parent / name for name in FILES if os.path.lexists(file.parent / name)), None)
+    if found is None and own is not None:
+        entries = read_object(own)
+        method = awq_config.METHOD if "w_bit" in entries else gptq_config.METHOD  # older files do not name theirs
+        return _parsed(own, "", {"quant_method": method} | entries, contents)
     if found is None:
         raise CheckpointError(
             file,
             f"has no `{KEYS[0]}`, so weights are not quantized; `jmx convert IN OUT --quantize FORMAT` "
             "quantizes experts",
         )
-    place, value = found
+    return _parsed(file, *found, contents)
+
+
+def _parsed(file: Path, place: str, value: Any, contents: Mapping[str, Any]) -> Quantization:
+    """The quantization of the object at `place` of `file`, "" for all of it; `contents`: of config.json."""
     method = value.get("quant_method") if isinstance(value, dict) else None
     if method in modelopt_config.METHODS:
         return modelopt_config.parse_modelopt(file, place, value)
@@ -75,7 +88,8 @@ def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
     known = [config.METHOD, *modelopt_config.METHODS, *(m.METHOD for m in _OTHERS)]
     if method is not None and method != config.METHOD:
         hint = "; of gpt-oss alone `jmx.checkpoint.gpt_oss` reads mxfp4" if method == "mxfp4" else ""
-        raise CheckpointError(file, f"`{place}.quant_method` (={method!r}) must be one of {known}{hint}")
+        prefix = f"{place}." if place else ""
+        raise CheckpointError(file, f"`{prefix}quant_method` (={method!r}) must be one of {known}{hint}")
     return config.parse_quantization(file, place, value)
 
 

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors import Module, modelopt_config
 from jmx.checkpoint.compressed_tensors.config import FILE
-from jmx.checkpoint.compressed_tensors.quantization_config import KEYS, TEXT_CONFIG, find_quantization, is_quantized
+from jmx.checkpoint.compressed_tensors.quantization_config import (
+    FILES,
+    KEYS,
+    TEXT_CONFIG,
+    find_quantization,
+    is_quantized,
+)
 from jmx.checkpoint.model_configs.gpt_oss import QUANTIZATION
 from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.quantizing import file_list, float_experts, quantized_source
@@ -31,7 +37,8 @@ from jmx.util.checks import check_bool, check_path
 
 # Names of a model's first and last matrix in transformers.
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
-_WRITTEN = (INDEX, FILE, file_list.FILE, modelopt_config.FILE)  # not copied: the result has its own, or needs none
+# Not copied: the result has its own, or needs none.
+_WRITTEN = (INDEX, FILE, file_list.FILE, modelopt_config.FILE, *FILES)
 
 
 def convert(

@@ -36,6 +36,8 @@ class ChatTemplate:
     def read(cls, directory: Path) -> "ChatTemplate":
         """The template of chat_template.jinja, else of chat_template.json, else of tokenizer_config.json.
 
+        Beside chat_template.jinja there may be further ones, named as their files in additional_chat_templates.
+
         Raises:
             FileNotFoundError: the checkpoint has none.
             CheckpointError: a file that is not what it must be.
@@ -45,7 +47,8 @@ class ChatTemplate:
         tokens = _special_tokens(_read_json(directory / "special_tokens_map.json")) | _special_tokens(settings)
         file = directory / "chat_template.jinja"
         if file.exists():
-            return cls(file, {_DEFAULT: _read_text(file)}, tokens)
+            others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+            return cls(file, {its.stem: _read_text(its) for its in others} | {_DEFAULT: _read_text(file)}, tokens)
         for file, entries in ((other := directory / "chat_template.json", _read_json(other)), (config, settings)):
             if (found := entries.get("chat_template")) is not None:
                 return cls(file, _by_name(file, found), tokens)

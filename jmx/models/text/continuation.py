@@ -19,6 +19,7 @@ class Continuation:
         eos_ids: ids of the model that end it.
         stop_ids: other ids that end it.
         stops: texts that end it, wherever tokens begin and end in them.
+        before: ids that the text continues, as `TextStream` has it; none: it is a text of its own.
 
     Attributes:
         ids: the tokens so far, including one that ended the row.
@@ -39,11 +40,12 @@ class Continuation:
         eos_ids: Collection[int] = (),
         stop_ids: Collection[int] = (),
         stops: Sequence[str] = (),
+        before: Sequence[int] = (),
     ):
         check_int("max_new_tokens", max_new_tokens, least=1)
         if tokenizer is None and stops:
             raise ValueError(f"`stops` (={stops!r}) need a tokenizer")
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, before)
         self._stops = StopStrings(stops)
         self._most, self._eos_ids, self._stop_ids = max_new_tokens, eos_ids, stop_ids
         self.ids: list[int] = []

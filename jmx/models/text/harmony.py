@@ -2,6 +2,7 @@
 
 from typing import Any
 
+ANALYSIS = "analysis"  # the channel of what a model thinks; all others are for who asked, or for functions
 FINAL = "final"  # the channel of what a user is to read
 _HEADER, _BODY = ("<|start|>", "<|channel|>", "<|constrain|>"), ("<|message|>",)
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -66,16 +66,13 @@ class Call:
         number = self.problem.num_choices
         choice = Choice.of(self.method, self.biased, number)
         assert choice is not None
-        sizes, own = (
-            (self.num_tokens, number, self.method.top_k, choice),
-            self.problem.num_experts if self.some else None,
-        )
+        grouped = number if self.tiling is None else self.problem.num_experts
+        of_form = partial(Sizes, self.num_tokens, number, grouped, self.method.top_k, choice, interpret=self.interpret)
         if self.tiling is None:
-            return Sizes(*sizes, None, interpret=self.interpret)
+            return of_form(None)
         if self.tiling.sorts(self.problem, self.num_tokens):
-            return Sizes(*sizes, "many", *self.tiling.cut, interpret=self.interpret, own=own)
-        form = "single" if self.num_tokens == 1 and own is None else "few"
-        return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret, own=own)
+            return of_form("many", *self.tiling.cut)
+        return of_form("few" if self.num_tokens > 1 or self.some else "single", align=self.tiling.align)
 
     @property
     def some(self) -> bool:
@@ -129,26 +126,25 @@ def applies(
     biased: bool,
     num_tokens: Any,
     num_experts: int,
+    num_grouped: int,
     environment: Environment,
-    *,
-    of_some: bool = False,
 ) -> bool:
     """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine.
 
-    `biased`: whether the choice has a correction bias. `of_some`: whether rows are grouped for some of the experts.
+    `biased`: whether the choice has a correction bias. `num_grouped`: the experts for which rows are grouped.
     """
     has = Choice.of(method, biased, num_experts) is not None
-    return has and takes(method.top_k, num_tokens, num_experts, environment, of_some=of_some)
+    return has and takes(method.top_k, num_tokens, num_experts, num_grouped, environment)
 
 
-def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment, *, of_some: bool = False) -> bool:
+def takes(top_k: int, num_tokens: Any, num_experts: int, num_grouped: int, environment: Environment) -> bool:
     """Whether it is used for so many slots, of a method that it has."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
     elements = power_of_two(num_tokens) * power_of_two(num_experts)
-    if of_some:
+    if num_grouped < num_experts:
         return elements <= MOST_ELEMENTS_OF_SOME
     return elements <= (MOST_OF_CHUNKS if num_experts <= MOST_EXPERTS_OF_CHUNKS else MOST_ELEMENTS)
 
@@ -159,7 +155,7 @@ def notes(problem: Problem, environment: Environment, routed: Method | Routing |
     A call that gets a `Routing` has no use for the kernel; None: the method is not known. Where the kernel is used only
     with or only without a correction bias, which is not known here, nothing is printed.
     """
-    sizes = problem.num_tokens, problem.num_experts, environment
+    sizes = problem.num_tokens, problem.num_choices, problem.num_experts, environment
     if isinstance(routed, Method):
         which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:

@@ -30,15 +30,16 @@ class Sizes:
 
     Args:
         num_tokens, num_experts, top_k: sizes.
+        num_grouped: the experts for which rows are grouped, all or some of these.
         choice: how experts are chosen.
         form: of the blocks: "single", "few", "many", or None for none, as the functions of `jmx.grouping`.
         block_m, align, whole, largest_first: as those of `grouping.Cut`.
         interpret: whether Pallas interprets the kernel on a CPU.
-        own: rows are grouped for so many of the experts only; None: for all.
     """
 
     num_tokens: int
     num_experts: int
+    num_grouped: int
     top_k: int
     choice: Choice
     form: str | None
@@ -47,12 +48,6 @@ class Sizes:
     whole: bool = False
     largest_first: bool = False
     interpret: bool = False
-    own: int | None = None
-
-    @property
-    def num_grouped(self) -> int:
-        """The experts for which rows are grouped."""
-        return self.num_experts if self.own is None else self.own
 
     @property
     def num_blocks(self) -> int:
@@ -75,7 +70,7 @@ class Sizes:
     def chunk(self) -> int | None:
         """The tokens of a chunk, a power of two; None if there are none, and one CTA does everything."""
         tokens, experts = power_of_two(self.num_tokens), power_of_two(self.num_experts)
-        if tokens * experts <= MOST_ELEMENTS or self.own is not None:
+        if tokens * experts <= MOST_ELEMENTS or self.num_grouped < self.num_experts:
             return None
         return max(_LEAST_CHUNK, min(_CHUNK_ELEMENTS // experts, tokens // _FEWEST_CHUNKS))
 

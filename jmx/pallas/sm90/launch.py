@@ -9,11 +9,14 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jmx.pallas.sm90 import layout_inference
 from jmx.pallas.sm90.config import BaseConfig
 from jmx.util.typing import Array, Int32
 
 PRODUCER_REGISTERS = 40  # of a thread
 ALIGNMENT = 256  # bytes, of the arrays that a Mosaic kernel takes
+
+layout_inference.hasten()
 
 
 def persistent_kernel(

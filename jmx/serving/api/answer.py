@@ -1,14 +1,14 @@
 """Answers of chat models: which part of what a model generates is content, reasoning, or a call of a function."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from jmx.models.text.harmony import Channels
+from jmx.models.text.harmony import ANALYSIS, Channels
 from jmx.models.text.stops import overlap
 from jmx.models.text.stream import TextStream
 
 _FUNCTIONS = "functions."  # what a recipient begins with in the Harmony format
-_ANALYSIS = "analysis"
 
 # Of Qwen3's answers, what begins a part that is not content, and what ends it.
 _OPENING: dict[str, "Kind"] = {"<think>": "reasoning", "<tool_call>": "arguments"}
@@ -43,12 +43,12 @@ class Parser(Protocol):
 
 
 class PlainParser:
-    """All is content."""
+    """All is content. `before`: ids that it continues, see `TextStream`."""
 
     kind: Kind | None = "content"
 
-    def __init__(self, tokenizer: Any):
-        self._stream = TextStream(tokenizer)
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()):
+        self._stream = TextStream(tokenizer, before)
 
     def step(self, token: int) -> list[Piece]:
         return _pieces("content", self._stream.step(token))
@@ -71,7 +71,7 @@ class HarmonyParser:
             return None
         if self._channels.recipient.startswith(_FUNCTIONS):
             return "arguments"
-        return "reasoning" if self._channels.name == _ANALYSIS else "content"
+        return "reasoning" if self._channels.name == ANALYSIS else "content"
 
     def step(self, token: int) -> list[Piece]:
         kind = self.kind

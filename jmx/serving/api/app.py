@@ -32,6 +32,8 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _CLOSED = 499  # this status is not read: the client is gone
+# Ends of lines in Python's `str.splitlines`, by which some clients find events: JSON may have them in strings.
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 class Asked(Protocol):
@@ -69,7 +71,12 @@ def make_app(service: Service) -> Starlette:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+    path = request.scope["path"]
+    message = f"{request.method} {path[:200]}: {error.detail}"
+    routes = {route.path for route in request.app.routes}
+    near = next((its for its in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if its in routes), path)
+    if near != path:  # a client's base URL has no /v1, or has it twice
+        message += f"; did you mean {near}?"
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
@@ -198,7 +205,8 @@ async def _events(
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    content = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {content.translate(_LINE_ENDS)}\n\n"
 
 
 class _Stream(StreamingResponse):

@@ -1,11 +1,12 @@
 """`/v1/chat/completions`: an answer to a conversation, by the checkpoint's chat template."""
 
+import math
 import uuid
 from typing import Any
 
 from jmx.serving.api import messages
 from jmx.serving.api.answer import Piece, parser_of
-from jmx.serving.api.errors import ApiError, bad_request
+from jmx.serving.api.errors import ApiError
 from jmx.serving.api.fields import Field, flag, integer, json_object, list_of, only, read, record, text
 from jmx.serving.api.generation import DrawnToken, Generation, Update, max_new_tokens
 from jmx.serving.api.sampling_fields import SHARED, check_streaming
@@ -68,7 +69,7 @@ class Chat:
             salt,
             grammar,
             parser.kind == "reasoning",
-            None if values["parallel_tool_calls"] else 1,
+            math.inf if values["parallel_tool_calls"] else 1,
         )
         self._tokenizer, self._calls, self._begun = service.tokenizer, 0, False
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -86,14 +87,9 @@ class Chat:
             raise ApiError(400, "the model has no chat template: it takes /v1/completions", "messages")
         tools = self.values["tools"] if self.values["tool_choice"] == "auto" else []
         effort = self.values["reasoning_effort"]
-        asked = {"chat_template_kwargs": self.values["chat_template_kwargs"]}
-        asked |= {} if effort is None else {"reasoning_effort": {"reasoning_effort": effort}}
-        variables: dict[str, Any] = {}
-        for name, its in asked.items():
-            try:
-                variables |= messages.variables(service.template, name, its)
-            except ValueError as error:
-                raise bad_request(name, error) from error
+        given = {} if effort is None else {"reasoning_effort": effort}
+        variables = messages.variables(service.template, "chat_template_kwargs", self.values["chat_template_kwargs"])
+        variables |= messages.variables(service.template, "reasoning_effort", given)
         try:
             return messages.render(service.template, self.values["messages"], tools, variables)
         except (ValueError, TypeError) as error:

@@ -53,7 +53,7 @@ class Completion:
         most = max_new_tokens(service, "prompt", len(prompt), *limit, _DEFAULT_NEW_TOKENS)
         service.check_ids("prompt", prompt)
         self._count: int | None = self.values["logprobs"]
-        parser, logprobs = PlainParser(service.tokenizer), self._count is not None
+        parser, logprobs = PlainParser(service.tokenizer, prompt), self._count is not None
         self.generation = Generation(service, prompt, self.values, parser, most, logprobs, salt)
         self._tokenizer, self._offset = service.tokenizer, 0
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}

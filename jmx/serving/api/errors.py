@@ -40,11 +40,6 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def bad_request(field: str, error: Exception) -> ApiError:
-    """The 400 for a field whose check raised `error`."""
-    return ApiError(400, str(error), field)
-
-
 def overloaded(waiting: int) -> ApiError:
     """The 429 of a queue that is full."""
     message = f"{waiting} requests wait already; try again later"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jmx.serving.api.errors import ApiError, bad_request
+from jmx.serving.api.errors import ApiError
 from jmx.util.checks import check_bool, check_finite, check_int, check_str
 
 # (name, value) -> the value to use; TypeError or ValueError, which name the field, the value and the rule.
@@ -36,7 +36,7 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Field], *, required: Sequ
         try:
             values[name] = field.default if given is None else field.check(name, given)
         except (TypeError, ValueError, OverflowError) as error:
-            raise bad_request(name, error) from error
+            raise ApiError(400, str(error), name) from error
     return values
 
 

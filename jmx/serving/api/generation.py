@@ -1,6 +1,7 @@
 """An answer of the engine as it comes: pieces of text, log probabilities, and what ends it."""
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class Generation:
         salt: of the owner.
         grammar: that the content fits, or None.
         in_thoughts: whether the prompt ends within thoughts.
-        most_calls: of functions, after which the answer ends; None: the model's own number.
+        most_calls: of functions, after which the answer ends.
     """
 
     service: Service
@@ -76,7 +77,7 @@ class Generation:
     salt: bytes
     grammar: str | None = None
     in_thoughts: bool = False
-    most_calls: int | None = None
+    most_calls: float = math.inf
     usage: Usage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,31 +142,30 @@ class Generation:
             found = self.parser.flush() if ends else self.parser.step(output.token)
             if output.finish_reason == "length":
                 found = [*found, *self.parser.flush()]
-            pieces += self._before_stop(found)
-            if self._has_ended:
+            before_stop, has_ended = self._before_stop(found)
+            pieces += before_stop
+            if has_ended:
                 return Update(pieces, tokens, "stop")
             if output.finish_reason is not None:
                 pieces += [Piece("content", rest)] if (rest := self._stops.flush()) else []
                 return Update(pieces, tokens, "length" if output.finish_reason == "length" else "stop")
         return Update(pieces, tokens, None)
 
-    @property
-    def _has_ended(self) -> bool:
-        """Whether there was a stop string, or one call more than there may be."""
-        return self._stops.found is not None or (self.most_calls is not None and self._calls > self.most_calls)
-
-    def _before_stop(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces, of which content ends at a stop string, and calls with the last that there may be."""
+    def _before_stop(self, pieces: list[Piece]) -> tuple[list[Piece], bool]:
+        """The pieces up to a stop string in the content, or to the last call that there may be; and whether the answer
+        ends there."""
         found = []
         for piece in pieces:
             self._calls += piece.kind == "call"
+            if self._calls > self.most_calls:
+                return found, True
             if piece.kind == "content":
                 piece = Piece("content", self._stops.step(piece.text))
-            if self._calls <= (self.most_calls or self._calls) and piece.text:
+            if piece.text:
                 found.append(piece)
-            if self._has_ended:
-                break
-        return found
+            if self._stops.found is not None:
+                return found, True
+        return found, False
 
 
 def max_new_tokens(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmx.models.text.chat_template import ChatTemplate
+from jmx.serving.api.errors import ApiError
 from jmx.serving.api.fields import Field, json_object, list_of, only, record, text
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 128
@@ -47,8 +48,8 @@ _FIELDS_OF_MESSAGE = record(
 
 
 def message(name: str, value: Any) -> dict[str, Any]:
-    """A message as a template gets it: without what is not given, but with content."""
-    found = {key: its for key, its in _FIELDS_OF_MESSAGE(name, value).items() if its is not None}
+    """A message as a template gets it: without what is not given, such as an empty list of calls, but with content."""
+    found = {key: its for key, its in _FIELDS_OF_MESSAGE(name, value).items() if its is not None and its != []}
     if found["role"] != "assistant" and "content" not in found:
         raise ValueError(f"`{name}` (of the role {found['role']!r}) must have `content`")
     return {"content": ""} | found
@@ -77,14 +78,14 @@ _LONGEST_NAME = 100
 
 
 def variables(template: ChatTemplate, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A template's variables, of the field `name`. ValueError for one that it does not read, or that is not free."""
+    """A template's variables, of the field `name`; ApiError 400 for one that it does not read, or that is not free."""
     for key in given:
         if key in _OWN or key in template.special_tokens:
-            raise ValueError(f"`{name}` has {key[:50]!r}, which a request must not set")
+            raise ApiError(400, f"`{name}` has {key[:50]!r}, which a request must not set", name)
         if len(key) > _LONGEST_NAME or not any(
             re.search(rf"\b{re.escape(key)}\b", source) for source in template.sources.values()
         ):
-            raise ValueError(f"`{name}` has {key[:50]!r}, which the model's chat template does not read")
+            raise ApiError(400, f"`{name}` has {key[:50]!r}, which the model's chat template does not read", name)
     return dict(given)
 
 

@@ -59,10 +59,12 @@ def automatic_cache_tokens(
     left = int((has - weights) * _SHARE) - fixed
     if left < each * limits.max_length:
         one = fixed + each * limits.max_length
+        smaller = "a smaller --max-length, --max-users or --prompt-tokens" if weights < has else "a smaller model"
+        helps = "; or ".join([smaller, *memory.remedies(device, split)])
         raise MemoryError(
             f"the model needs {weights / 1e9:.2f} GB for its weights and {one / 1e9:.2f} GB for a request of "
             f"{limits.max_length} tokens, and {device.platform} {device.id} has {has / 1e9:.2f} GB free; "
-            "what helps: a smaller --max-length, --max-users or --prompt-tokens, or a smaller model"
+            f"what helps: {helps}"
         )
     return groups * min(wanted, left // each)
 

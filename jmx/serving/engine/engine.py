@@ -308,10 +308,9 @@ class Engine:
 
     def _follow(self, slot: int, guide: Guide, banned: Sequence[int]) -> bool:
         """Forbids what a guide does not allow next, besides what is banned. Returns whether it allows something."""
-        allowed = self._words(banned)
-        if (found := guide.allowed()) is not None:
-            allowed[: len(found)] &= found
-            allowed[len(found) :] = 0
+        allowed, found = self._words(banned), guide.allowed()
+        allowed[: len(found)] &= found
+        allowed[len(found) :] = 0
         self._device = self._device._replace(history=self._allow(self._device.history, np.int32(slot), allowed))
         return not guide.has_failed and bool(allowed.any())
 

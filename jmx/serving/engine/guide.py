@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jmx.models.text.harmony import FINAL, Channels
+from jmx.models.text.harmony import ANALYSIS, Channels
 
 # The engine makes a schema's grammar between two steps, for which all requests wait: 64 KiB take it some 0.2 s, and
 # multiples of 10,000 some 0.1 s.
@@ -75,6 +75,10 @@ class Guides:
 
         self._tokenizer = tokenizer
         self._of_matchers = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=[*eos_ids])
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[:vocab_size] = 1
+        bits[[*eos_ids]] = 0
+        self._goes_on = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
     def start(self, grammar: str, *, in_thoughts: bool = False) -> "Guide":
         """The guide of an answer whose content fits a grammar of `check_schema`.
@@ -91,24 +95,25 @@ class Guides:
         channels = Channels(self._tokenizer) if Channels.are_in(self._tokenizer) else None
         after = self._tokenizer.token_to_id("</think>") if in_thoughts else None
         with _panics_are_errors():
-            return Guide(LLMatcher(self._of_matchers, grammar, log_level=0), channels, after)
+            return Guide(LLMatcher(self._of_matchers, grammar, log_level=0), self._goes_on, channels, after)
 
 
 class Guide:
-    """Which tokens may follow in an answer. gpt-oss' messages in other channels than the final one are free.
+    """Which tokens may follow in an answer. What comes before the content is free, but the answer must not end there.
 
     Args:
         matcher: of the content.
-        channels: of gpt-oss' answers, or None.
+        goes_on: a bit for each token that does not end an answer, uint32 (vocab_size / 32, rounded up).
+        channels: of gpt-oss' answers, or None. Messages in the analysis channel are no content.
         after: the id of the token that comes before the content, or None.
     """
 
-    def __init__(self, matcher: Any, channels: Channels | None, after: int | None):
-        self._matcher, self._channels, self._after = matcher, channels, after
+    def __init__(self, matcher: Any, goes_on: np.ndarray, channels: Channels | None, after: int | None):
+        self._matcher, self._goes_on, self._channels, self._after = matcher, goes_on, channels, after
 
-    def allowed(self) -> np.ndarray | None:
-        """A bit for each token that may follow, uint32 (vocab_size / 32, rounded up); None for all."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32) if self._is_content() else None
+    def allowed(self) -> np.ndarray:
+        """A bit for each token that may follow, uint32 (vocab_size / 32, rounded up)."""
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32) if self._is_content() else self._goes_on
 
     def step(self, token: int) -> None:
         """Takes the next token."""
@@ -126,5 +131,5 @@ class Guide:
 
     def _is_content(self) -> bool:
         if self._channels is not None:
-            return self._channels.in_body and self._channels.name == FINAL
+            return self._channels.in_body and self._channels.name != ANALYSIS
         return self._after is None

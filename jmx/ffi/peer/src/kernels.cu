@@ -7,7 +7,7 @@
 // those of n + 1, which the others send after they have read those of n.
 //
 // Many rows go between the arrays themselves, with no slot and no copy of it: a call begins with the addresses of the
-// arrays, which ranks send each other, and ends with flags, so that nobody's arrays are freed or written meanwhile.
+// arrays, which ranks send each other, and ends with flags: no array of a rank is freed or written during the call.
 #include "lines.h"
 #include "region.h"
 
@@ -26,8 +26,8 @@ __device__ u32* Word(const Ranks& ranks, int owner, int row) {
   return reinterpret_cast<u32*>(ranks.region[owner]) + row * kMaxBlocks + blockIdx.x;
 }
 
-// A call, by its number. Another one at the same time, on the same region, would mix rows up: it is an error. What tells
-// is looked at when the call ends, so that rows need not wait for it.
+// A call, by its number. A second one at the same time, on the same region, would mix rows up, so that is an error. The
+// word `kBusy` is read when the call begins but checked when it ends: rows need not wait for it.
 struct Call {
   u32 number, busy;
   __device__ operator u32() const { return number; }
@@ -206,15 +206,18 @@ struct Float32 {
   __device__ static Float32 Round(float value) { return {value}; }
 };
 
+// A unit, as it is copied, and its elements, as they are added.
+template <typename Unit, typename Element>
+union Lanes {
+  Unit unit;
+  Element elements[sizeof(Unit) / sizeof(Element)];
+  __device__ Lanes() {}
+};
+
 // The sum over all ranks, in float32 and in the order of the ranks: of each rank's rows, or of all rows on each rank.
 template <typename Unit, typename Element>
 __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   constexpr int kElements = sizeof(Unit) / sizeof(Element);
-  union Lanes {
-    Unit unit;
-    Element elements[kElements];
-    __device__ Lanes() {}
-  };
   const Call call = Begin(ranks);
   const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
   const Unit* in = reinterpret_cast<const Unit*>(arrays.in[0]);
@@ -229,11 +232,11 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   for (u64 at = blockIdx.x * u64{blockDim.x} + threadIdx.x; at < units; at += step) {
     float sum[kElements] = {};
     for (int rank = 0; rank < ranks.num_ranks; ++rank) {
-      Lanes lanes;
+      Lanes<Unit, Element> lanes;
       lanes.unit = rank == ranks.rank ? in[rank * stride + at] : Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, rank), at);
       for (int i = 0; i < kElements; ++i) sum[i] += lanes.elements[i].Widen();
     }
-    Lanes result;
+    Lanes<Unit, Element> result;
     for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
     reinterpret_cast<Unit*>(arrays.out[0])[at] = result.unit;
   }
@@ -244,11 +247,6 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
 template <typename Unit, typename Element>
 __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
   constexpr int kElements = sizeof(Unit) / sizeof(Element);
-  union Lanes {
-    Unit unit;
-    Element elements[kElements];
-    __device__ Lanes() {}
-  };
   __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays];
   const Call call = Begin(ranks);
   SwapAddresses(ranks, call, arrays.in, 1, theirs);
@@ -258,7 +256,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
     float sums[kInFlight][kElements] = {};
     for (int rank = 0; rank < ranks.num_ranks; ++rank) {
       const char* in = rank == ranks.rank ? arrays.in[0] : reinterpret_cast<const char*>(theirs[rank * jmx::kMaxArrays]);
-      Lanes lanes[kInFlight];
+      Lanes<Unit, Element> lanes[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i)
         if (begin + i * step < units) lanes[i].unit = Read<Unit>(in, first + begin + i * step);
@@ -268,7 +266,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      Lanes result;
+      Lanes<Unit, Element> result;
       for (int k = 0; k < kElements; ++k) result.elements[k] = Element::Round(sums[i][k]);
       if (begin + i * step < units) reinterpret_cast<Unit*>(arrays.out[0])[begin + i * step] = result.unit;
     }

@@ -1,9 +1,18 @@
-"""The leaves of a pytree that are differentiated, apart from the others, for the rules of `jax.custom_vjp`."""
+"""Arguments of a forward rule of `jax.custom_vjp` with `symbolic_zeros`: their values, and which are differentiated."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+
+def _is_primal(leaf: Any) -> bool:
+    return hasattr(leaf, "perturbed")
+
+
+def values_of(primals: Any) -> Any:
+    """The pytree of the arrays that such arguments hold."""
+    return jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal)
 
 
 @jax.tree_util.register_static
@@ -25,8 +34,8 @@ class Perturbed:
 
     @classmethod
     def of(cls, primals: Any) -> "Perturbed":
-        """Of the arguments of a forward rule with `symbolic_zeros`, whose leaves state it."""
-        leaves, tree = jax.tree.flatten(primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+        """Of arguments of a forward rule, whose leaves state it."""
+        leaves, tree = jax.tree.flatten(primals, is_leaf=_is_primal)
         return cls(tuple(leaf.perturbed for leaf in leaves), tree)
 
     def split(self, arrays: Any) -> tuple[list[Any], list[Any]]:
