@@ -53,7 +53,8 @@ def measure(arguments: argparse.Namespace, tokens: int) -> None:
     ]
     if not splits:
         sys.exit(f"error: `--exchange` (={arguments.exchange}) must name one that runs with {tokens} tokens a device")
-    options: dict[str, Any] = {"layers": layers_of(tokens), "repeats": arguments.repeats, "seed": 1}
+    layers = min(layers_of(tokens), arguments.layers)
+    options: dict[str, Any] = {"layers": layers, "repeats": arguments.repeats, "seed": 1}
     report = bench_mesh.run(arguments.model, [tokens], mesh, splits, progress=progress, **options)
     report.save(str(arguments.folder / f"{tokens}.json"))
 
@@ -94,8 +95,9 @@ def main() -> int:
     parser.add_argument("--model", default="gpt-oss-120b")
     parser.add_argument("--mesh", required=True, metavar="NAME=SIZE,...")
     parser.add_argument("--exchange", help="in turn (default: the one that is chosen)")
-    parser.add_argument("--chunks", default="1", help="of gather, in turn (default: 1)")
+    parser.add_argument("--chunks", default="1", help="of gather and peer, in turn (default: 1)")
     parser.add_argument("--tokens", default="1,4,16,64,256,1024,4096,8192", help="of a device (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, help="in one call, at most (default: 8)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=60, help="seconds to measure a count (default: 60)")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)

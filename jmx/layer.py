@@ -308,10 +308,10 @@ def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: A
     if not split.sends_logits or all(lax.axis_size(name) == 1 for name in split.names("expert")):
         return False
     num_tokens = x.shape[0] * prod(lax.axis_size(name) for name in split.exchanged)
-    sizes = num_tokens, over_mesh.num_routed(split, experts), experts.num_experts
     check_logits(logits)
     environment, biased = Environment.probe(x, logits), logits.correction_bias is not None
-    return routing_kernel.applies(logits.method, biased, *sizes, environment)
+    num_experts = over_mesh.num_routed(split, experts)
+    return routing_kernel.applies(logits.method, biased, num_tokens, num_experts, environment)
 
 
 class _Static(NamedTuple):
@@ -341,8 +341,7 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
     biased = logits.correction_bias is not None
-    sizes = num_tokens, problem.num_choices, problem.num_experts
-    if not routing_kernel.applies(logits.method, biased, *sizes, environment):
+    if not routing_kernel.applies(logits.method, biased, num_tokens, problem.num_choices, environment):
         routing = route(logits, mask)
         return routing if first is None else routing._replace(expert_ids=routing.expert_ids - first)
     backend = select(problem, environment, static.backend, registered_backends()).backend

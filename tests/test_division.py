@@ -276,7 +276,8 @@ def test_one_device_of_experts_routes_as_without_a_mesh() -> None:
     [
         ({}, jmx.TopKSoftmax(4), "h200", 16, 3 * 2 * (X_BYTES + 4 * 128)),
         ({"tokens": "dp"}, jmx.TopKSoftmax(4), "h200", 16, 0),
-        ({}, jmx.TopKSoftmax(4), "h200", 256, None),  # 128 tokens of 128 experts are more than the kernel takes
+        ({}, jmx.TopKSoftmax(4), "h200", 256, 3 * 32 * (X_BYTES + 4 * 128)),
+        ({}, jmx.TopKSoftmax(4), "h200", 1 << 15, None),  # 16384 tokens of 128 experts are more than the kernel takes
         ({}, jmx.TopKSoftmax(4), "cpu", 16, None),
         ({}, None, "h200", 16, None),  # a call gets a routing
         ({"chunks": 2}, jmx.TopKSoftmax(4), "h200", 16, None),

@@ -3,6 +3,7 @@
 `JMX_TEST_CALLS` is the number of calls with random delays, 1000 by default.
 """
 
+import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -56,10 +57,11 @@ class Battery:
 
     Args:
         sizes: of the mesh axes.
+        exchanges: with the numbers of chunks.
         num_calls: with delays.
     """
 
-    def __init__(self, sizes: tuple[int, int], exchanges: list[str], num_calls: int):
+    def __init__(self, sizes: tuple[int, int], exchanges: list[tuple[str, int]], num_calls: int):
         mesh = jax.make_mesh(sizes, AXES, (AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]])
         self.mesh, rows = mesh, NamedSharding(mesh, P(AXES))
         x = jax.random.normal(jax.random.key(1), (mesh.size * T, H), jnp.bfloat16)
@@ -74,16 +76,16 @@ class Battery:
         y = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
         self.programs: dict[str, list[Any]] = {}
         with ThreadPoolExecutor() as pool:
-            for name in exchanges:
-                split = jmx.Split(expert="ep", tokens=AXES, exchange=name, mesh=mesh)
-                body = partial(calls_with_delays, split=jmx.Split(expert="ep", tokens=AXES, exchange=name))
+            for exchange, chunks in exchanges:
+                split = jmx.Split(expert="ep", tokens=AXES, exchange=exchange, chunks=chunks, mesh=mesh)
+                body = partial(calls_with_delays, split=dataclasses.replace(split, mesh=None))
                 late = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
                 lowered = [
                     jax.jit(partial(layer, split=split)).lower(*self.arguments),
                     jax.jit(jax.grad(partial(loss, split=split), (0, 1))).lower(*self.arguments),
                     jax.jit(late).lower(*self.arguments, y, self.delays),
                 ]
-                self.programs[name] = [pool.submit(its.compile) for its in lowered]
+                self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
 
     def check(self) -> None:
         """Runs all of them."""
@@ -105,7 +107,9 @@ def battery(shape: str) -> Battery | None:
     if shape == "2xN/2" and (count % 2 or count < 4):
         return None
     sizes = {"1xN": (1, count), "2xN/2": (2, count // 2), "Nx1": (count, 1)}[shape]
-    exchanges = ["gather", "rows", *([] if peer.fault(2) else ["peer", "peer_lines"])]
+    exchanges = [("gather", 1), ("rows", 1)]
+    if not peer.fault(2):
+        exchanges += [("peer", 1), ("peer_lines", 1), ("peer", 3)]
     return Battery(sizes, exchanges, int(os.environ.get("JMX_TEST_CALLS", "1000")))
 
 

@@ -88,7 +88,7 @@ def test_values_and_gradients_are_those_of_one_device(
     num_tokens = each * int(np.prod([devices[name] for name in np.atleast_1d(tokens)])) if tokens else each
     x, logits, experts = draw(rng, num_tokens)
     bias = jnp.asarray(rng.normal(size=E), jnp.float32) if biased else None
-    mask = jnp.asarray(rng.random(num_tokens) < 0.7) if masked else None
+    mask = jnp.asarray(rng.random(num_tokens) < 0.7).at[0].set(True) if masked else None  # else all of it is 0
     split = jmx.Split(expert="ep", tokens=tokens, exchange=exchange if "ep" in tokens else None, mesh=mesh)
 
     def loss(call: Any, x: Any, logits: Any) -> Any:

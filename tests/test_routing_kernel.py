@@ -151,15 +151,18 @@ CHUNKED = [  # tokens, experts, slots, and how rows are grouped
 
 
 @INTERPRETED
+@pytest.mark.parametrize("own", [None, (0, 1), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", CHUNKED, ids=str)
-@pytest.mark.sampled(2)
-def test_chunks_of_tokens_compute_the_definition(rng, shape, method, masked, monkeypatch):
+@pytest.mark.sampled(3)
+def test_chunks_of_tokens_compute_the_definition(rng, shape, method, masked, own, monkeypatch):
+    """`own`: the device among three, and for how many of them; None: for all experts."""
     monkeypatch.setattr(sizes, "MOST_ELEMENTS", 64)
     num_tokens, num_experts, top_k, tiling = shape
     make, biased = METHODS[method]
-    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked)
+    its = None if own is None else tuple(n * (num_experts // 3) for n in own)
+    assert_computes_its_definition(rng, make(top_k), biased, num_tokens, num_experts, tiling, masked, its)
 
 
 @INTERPRETED
@@ -417,7 +420,7 @@ PROBLEM = Problem(
     ],
 )
 def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, biased, expected):
-    assert applies(method, biased, num_tokens, num_experts, num_experts, Environment.named(machine)) == expected
+    assert applies(method, biased, num_tokens, num_experts, Environment.named(machine)) == expected
 
 
 @pytest.mark.every_case
@@ -450,7 +453,7 @@ def test_it_is_explained(num_tokens, device, method, used, rng):
     assert lines(jmx.nnx.MoE(*layer_sizes, routing=given, rngs=nnx.Rngs(0)), x) == expected
     assert lines(jmx.linen.MoE(*layer_sizes, routing=method), x) == expected
     problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=128, top_k=4)
-    where = applies(TopKSoftmax(4), False, num_tokens, 128, 128, Environment.named(device))
+    where = applies(TopKSoftmax(4), False, num_tokens, 128, Environment.named(device))
     assert lines(problem) == [f"logits with softmax routing: routed and grouped by {kernels}"] * where
 
 

@@ -102,17 +102,17 @@ def layer(x: Any, logits: Any, experts: Any, format: str, split: jmx.Split | Non
 @pytest.mark.devices(4)
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("peer_by_collectives")
-@pytest.mark.parametrize("exchange", jmx.parallel.EXCHANGES)
+@pytest.mark.parametrize(("exchange", "chunks"), [*((name, 1) for name in jmx.parallel.EXCHANGES), ("peer", 3)])
 @pytest.mark.parametrize("format", wire.FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_results_and_gradients_have_the_bits_of_tokens_sent_as_they_are(
-    dtype: str, format: str, exchange: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    dtype: str, format: str, exchange: str, chunks: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     experts = jmx.Experts.random(jax.random.key(0), E, 128, 128, gate_up_order="interleaved", bias=True)
     x = jnp.asarray(rng.normal(size=(T, 128)) * np.exp(rng.normal(size=(T, 1))), dtype).at[3].set(0)
     logits = jnp.asarray(rng.normal(size=(T, E)), jnp.float32)
     mesh = jax.make_mesh((2, 2), ("dp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange, mesh=mesh)
+    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange, chunks=chunks, mesh=mesh)
 
     def run(least: int) -> tuple[Any, str]:
         monkeypatch.setattr(wire, "LEAST_SAVED", least)

@@ -34,9 +34,7 @@ def add(command: Any, what: str, *, several: bool = False) -> None:
     )
     if several:
         command.add_argument("--exchange", metavar="NAME,...", help="request these exchanges in turn (needs --mesh)")
-        what = (
-            "into how many chunks the exchange gather splits the tokens of a device, in turn (needs --mesh; default 1)"
-        )
+        what = "into how many chunks gather and peer split the tokens of a device, in turn (needs --mesh; default 1)"
         command.add_argument("--chunks", type=counts, metavar="N,...", help=what)
     else:
         command.add_argument("--exchange", metavar="NAME", help="request this exchange (needs --mesh)")

@@ -126,8 +126,7 @@ class Division:
         if self.expert_devices == 1:
             return self
         for biased in {False, routed.takes_bias}:  # which is not known here
-            sizes = its.num_tokens, its.num_choices, its.num_experts
-            if not routing_kernel.applies(routed, biased, *sizes, environment):
+            if not routing_kernel.applies(routed, biased, its.num_tokens, its.num_choices, environment):
                 return self
         if self.call is None:
             return replace(self, routes_all=True)

@@ -9,8 +9,10 @@ from jax import lax
 
 from jmx.ffi.peer import collectives
 from jmx.ffi.peer.library import library
+from jmx.parallel import overlapped
 from jmx.parallel.exchange import Call, Here, Names
 from jmx.parallel.gather import Gather, gathered
+from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded
 from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Float, Shaped
@@ -36,12 +38,20 @@ class Peer:
         """None: the GPUs are of one process, and access each other's memory, and arrays of more than `MOST_BYTES`."""
         if reason := Gather().supports(call) or fault(call.num_ranks, call.platform):
             return reason
-        if call.chunks > 1:
-            return "it sends all tokens at once: use `gather`, or leave `chunks` out"
+        if call.chunks > 1 and (reason := self._fault_of_chunks(call)):
+            return reason
         num_bytes = call.num_tokens * call.token_bytes
         if num_bytes > MOST_BYTES and (reason := collectives.arrays_fault()):
             return f"{num_bytes} bytes of a device's tokens are more than {MOST_BYTES}, and {reason}"
         return None
+
+    def _fault_of_chunks(self, call: Call) -> str | None:
+        """Why tokens do not go in chunks, and the remedy; None if they do."""
+        if self.lines:
+            return "it sends all tokens at once: use `peer`, or leave `chunks` out"
+        if reason := collectives.arrays_fault():
+            return f"copy engines send chunks, and {reason}"
+        return overlapped.fault(call.num_tokens, call.chunks)
 
     def bytes_sent(self, call: Call) -> tuple[int, int]:
         """As `gather`."""
@@ -49,9 +59,13 @@ class Peer:
 
     def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
+        if call.num_ranks == 1:  # whose chunks only save memory
+            return Gather().apply(call, x, routing, here)
+        if call.chunks > 1:
+            return overlapped.overlapped(call, here.local, x, routing, here.arrays)
         collective = _with_lines if self.lines else collectives.all_gather
         rows, everyones = gathered(Coded(call.wire, collective), call.axes, x, routing)
-        return _scattered(call.axes, self.lines, here.local(here.arrays, rows, everyones))
+        return scattered(call.axes, self.lines, here.local(here.arrays, rows, everyones))
 
 
 class PeerLines(Peer):
@@ -106,23 +120,6 @@ def all_sum(array: Float[Array, "*shape"], axes: Names) -> Float[Array, "*shape"
     if num_ranks == 1 or num_bytes > most or fault(num_ranks):
         return lax.psum(array, axes)
     return _summed(axes, array)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered(axes: Names, lines: bool, rows: Float[Array, "nT H"]) -> Float[Array, "T H"]:
-    return collectives.reduce_scatter(rows, axes, lines)
-
-
-def _scattered_fwd(axes: Names, lines: bool, rows: Any) -> tuple[Any, None]:
-    return _scattered(axes, lines, rows), None
-
-
-def _scattered_bwd(axes: Names, lines: bool, _: None, cotangent: Any) -> tuple[Any]:
-    del lines
-    return (lax.all_gather(cotangent, axes, tiled=True),)
-
-
-_scattered.defvjp(_scattered_fwd, _scattered_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

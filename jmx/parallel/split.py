@@ -34,8 +34,8 @@ class Split:
         exchange: the name of the exchange that must run; None: the first of `jmx.parallel.EXCHANGES` that can.
         capacity: rows that a device accepts from each, itself included, in units of the average with even routing,
             rounded up; a token beyond these gets nothing from that device's experts. None: none is dropped.
-        chunks: into how many parts the tokens of a device are split, for the exchange `gather`: collectives of one part
-            may overlap with products of another. Each part reads the weights again.
+        chunks: into how many parts the tokens of a device are split, for the exchanges `peer`, which sends one part
+            while the experts compute another, and `gather`. Each part reads the weights again.
         mesh: the mesh; None: the one in scope (`jax.set_mesh`), else that of the arrays.
 
     Raises:

@@ -16,8 +16,11 @@ using Context = void*;
 using Module = void*;
 using Function = void*;
 using Stream = void*;
+using EventHandle = void*;
 using Address = unsigned long long;
 constexpr Status kPeerAccessAlreadyEnabled = 704;
+constexpr unsigned kNonBlocking = 1;    // of a stream: it does not wait for the default stream
+constexpr unsigned kDisableTiming = 2;  // of an event
 
 // A launch that begins when all of its CTAs can run at once, so that they may wait for each other.
 struct LaunchAttribute {
@@ -69,6 +72,12 @@ struct Driver {
   DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
       launch{"cuLaunchKernel"};
   DriverFunction<Status(const LaunchConfig*, Function, void**, void**)> launch_together{"cuLaunchKernelEx"};
+  DriverFunction<Status(Stream*, unsigned)> stream_create{"cuStreamCreate"};
+  DriverFunction<Status(Stream, EventHandle, unsigned)> stream_wait{"cuStreamWaitEvent"};
+  DriverFunction<Status(EventHandle*, unsigned)> event_create{"cuEventCreate"};
+  DriverFunction<Status(EventHandle, Stream)> event_record{"cuEventRecord"};
+  DriverFunction<Status(EventHandle)> event_destroy{"cuEventDestroy_v2"};
+  DriverFunction<Status(Address, Address, size_t, Stream)> copy{"cuMemcpyDtoDAsync_v2"};
   DriverFunction<Status(Status, const char**)> error_string{"cuGetErrorString"};
 };
 

@@ -101,7 +101,7 @@ def _primitive(
 
     def types(*arrays: Any, axes: Names, num_ranks: int, lines: bool) -> list[Any]:
         del lines
-        return [_result_type(array, size(array.shape[0], num_ranks), axes if alike else ()) for array in arrays]
+        return [result_type(array, size(array.shape[0], num_ranks), axes if alike else ()) for array in arrays]
 
     def collective(*arrays: Any, axes: Names, num_ranks: int, lines: bool) -> list[Any]:
         del num_ranks, lines
@@ -114,7 +114,7 @@ def _primitive(
         return results, [None if dim is None else a.ndim - 1 for a, dim in zip(results, dims, strict=True)]
 
     def on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int, lines: bool) -> Any:
-        devices = _devices(ctx, axes)
+        devices = devices_of(ctx, axes)
         if devices is None:
             static = {"axes": axes, "num_ranks": num_ranks, "lines": lines}
             return mlir.lower_fun(collective, multiple_results=True)(ctx, *operands, **static)
@@ -139,7 +139,7 @@ def _bytes(array: Any) -> int:
     return prod(array.shape) * array.dtype.itemsize
 
 
-def _result_type(array: Any, size: int, alike: Names) -> Any:
+def result_type(array: Any, size: int, alike: Names) -> Any:
     """The type of an array with another first axis, whose values do not vary along mesh axes."""
     result = array.update(shape=(size, *array.shape[1:]))
     varying = array.manual_axis_type.varying - {*alike}
@@ -148,7 +148,7 @@ def _result_type(array: Any, size: int, alike: Names) -> Any:
     return result.update(manual_axis_type=array.manual_axis_type.update(varying=varying))
 
 
-def _devices(ctx: Any, axes: Names) -> np.ndarray | None:
+def devices_of(ctx: Any, axes: Names) -> np.ndarray | None:
     """The GPUs' numbers in this process, those of ranks beside each other; None if they are not known."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh) or ctx.module_context.lowering_parameters.for_export:

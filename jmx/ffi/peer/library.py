@@ -14,6 +14,8 @@ from jmx.ffi.library import load, load_fault, warn_of_fault
 GATHER = "jmx_peer_gather"
 SCATTER = "jmx_peer_scatter"
 SUM = "jmx_peer_sum"
+START = "jmx_peer_start"
+FINISH = "jmx_peer_finish"
 
 BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
@@ -48,12 +50,19 @@ def library() -> Library:
             return Library(fault)
         image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, nvrtc.architecture())
         loaded.jmx_peer_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
-        for target in (GATHER, SCATTER, SUM):
-            stages = {"initialize": f"{target}_initialize", "execute": target}
-            handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
-            jax.ffi.register_ffi_target(target, handlers, platform="gpu")
+        register(loaded)
     except Exception as e:  # such as a library for a newer jax: another exchange runs
         fault = load_fault(_PATH.name, e)
         warn_of_fault("peer", fault, BUILD)
         return Library(fault)
     return Library()
+
+
+def register(loaded: ctypes.CDLL) -> None:
+    """Registers the handlers of a loaded library with XLA."""
+    for target in (GATHER, SCATTER, SUM, START, FINISH):
+        stages = {"execute": target}
+        if target != FINISH:  # for which everything is there since the start
+            stages["initialize"] = f"{target}_initialize"
+        handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
+        jax.ffi.register_ffi_target(target, handlers, platform="gpu")

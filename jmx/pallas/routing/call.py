@@ -18,7 +18,6 @@ from jmx.pallas import defined
 from jmx.pallas.routing.choice import MOST_SLOTS, Choice
 from jmx.pallas.routing.sizes import (
     MOST_ELEMENTS,
-    MOST_ELEMENTS_OF_SOME,
     MOST_EXPERTS_OF_CHUNKS,
     MOST_OF_CHUNKS,
     Results,
@@ -126,26 +125,23 @@ def applies(
     biased: bool,
     num_tokens: Any,
     num_experts: int,
-    num_grouped: int,
     environment: Environment,
 ) -> bool:
     """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine.
 
-    `biased`: whether the choice has a correction bias. `num_grouped`: the experts for which rows are grouped.
+    `biased`: whether the choice has a correction bias.
     """
     has = Choice.of(method, biased, num_experts) is not None
-    return has and takes(method.top_k, num_tokens, num_experts, num_grouped, environment)
+    return has and takes(method.top_k, num_tokens, num_experts, environment)
 
 
-def takes(top_k: int, num_tokens: Any, num_experts: int, num_grouped: int, environment: Environment) -> bool:
+def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
     """Whether it is used for so many slots, of a method that it has."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
     if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
     elements = power_of_two(num_tokens) * power_of_two(num_experts)
-    if num_grouped < num_experts:
-        return elements <= MOST_ELEMENTS_OF_SOME
     return elements <= (MOST_OF_CHUNKS if num_experts <= MOST_EXPERTS_OF_CHUNKS else MOST_ELEMENTS)
 
 
@@ -155,12 +151,12 @@ def notes(problem: Problem, environment: Environment, routed: Method | Routing |
     A call that gets a `Routing` has no use for the kernel; None: the method is not known. Where the kernel is used only
     with or only without a correction bias, which is not known here, nothing is printed.
     """
-    sizes = problem.num_tokens, problem.num_choices, problem.num_experts, environment
+    sizes = problem.num_tokens, problem.num_choices, environment
     if isinstance(routed, Method):
         which, used = "", all(applies(routed, biased, *sizes) for biased in {False, routed.takes_bias})
     else:
         which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
-    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_experts)
+    elements = power_of_two(problem.num_tokens or 1) * power_of_two(problem.num_choices)
     kernels = "one kernel, jmx_route" if elements <= MOST_ELEMENTS else "two kernels, jmx_route and jmx_group"
     return (f"logits{which}: routed and grouped by {kernels}",) if used else ()
 

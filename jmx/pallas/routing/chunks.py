@@ -68,17 +68,21 @@ def route_chunk(values: Ref, mask: Ref | None, bias: Ref | None, *refs: Ref, siz
     plgpu.store(out.counts.at[first + experts], counts, mask=experts < sizes.num_experts)
 
 
-def place(expert_ids: Ref, earlier: Ref, chunk_counts: Ref, *refs: Ref, sizes: Sizes) -> None:
+def place(expert_ids: Ref, earlier: Ref, chunk_counts: Ref, first: Ref | None, *refs: Ref, sizes: Sizes) -> None:
     """The rows of some chunks' assignments, and the blocks of some experts.
 
     Args:
         expert_ids, earlier, chunk_counts: as in `Chunks`.
+        first: (1,) int32, the first of the experts for which rows are grouped, if these are some; or None.
         refs: those of `Results` from `row_of` on, and the first row of each expert's in each chunk (C * E,).
     """
     out, firsts = Results(None, None, *refs[:-1]), refs[-1]
     nth, experts = pl.program_id(0), jnp.arange(power_of_two(sizes.num_experts), dtype=jnp.int32)
     mine = -(-sizes.num_chunks // sizes.num_placers)
     counts, before = sums_of_chunks(chunk_counts, nth * mine, experts, sizes)
+    begin = 0 if first is None else first[0]
+    if first is not None:
+        counts = jnp.where(kernel.is_own(experts - begin, sizes), counts, 0)
     aligned = (counts + (sizes.align - 1)) & -sizes.align
     ends = jnp.cumsum(aligned)
     starts = ends - aligned
@@ -100,6 +104,8 @@ def place(expert_ids: Ref, earlier: Ref, chunk_counts: Ref, *refs: Ref, sizes: S
         at = tokens[:, None], slots
         ids = plgpu.load(expert_ids.at[at], mask=inside, other=-1)
         chosen = inside & (ids >= 0)
+        if first is not None:
+            chosen &= kernel.is_own(ids - begin, sizes)
         its = jnp.where(chosen, chunk * sizes.num_experts + ids, 0)
         rows = plgpu.load(firsts.at[its], mask=chosen, other=0) + plgpu.load(earlier.at[at], mask=chosen, other=0)
         plgpu.store(out.row_of.at[at], jnp.where(chosen, rows, -1), mask=inside)
@@ -112,14 +118,15 @@ def place(expert_ids: Ref, earlier: Ref, chunk_counts: Ref, *refs: Ref, sizes: S
     members = nth * share + jnp.arange(share, dtype=jnp.int32)
     where = experts[None, :] == members[:, None]
     its_counts, its_starts = (jnp.sum(jnp.where(where, its[None, :], 0), axis=1) for its in (counts, starts))
-    kernel.write_blocks(out, Group(members, its_counts, its_starts), counts, experts, sizes)
+    own = experts - begin  # by which blocks name them
+    kernel.write_blocks(out, Group(members - begin, its_counts, its_starts), counts, own, sizes)
     _fill_between(out.token_of_row, its_starts + its_counts, jnp.max(ends), sizes)
 
     @pl.when(nth == 0)
     def _() -> None:
         kernel.fill(out.counters, power_of_two(out.counters.shape[0]), 0)
         number = jnp.sum(kernel.num_shares(counts, sizes))
-        kernel.repeat_last(out, number, kernel.last_expert(counts, experts, sizes), sizes)
+        kernel.repeat_last(out, number, kernel.last_expert(counts, own, sizes), sizes)
 
 
 def sums_of_chunks(
@@ -158,7 +165,7 @@ def _fill_between(ref: Ref, ends: Int32[Array, " g"], end: Int32[Array, ""], siz
 
 
 def launch(given: tuple[Any, ...], operands: Any, sizes: Sizes) -> Results:
-    """Both kernels, for rows of all experts. `operands`: as those of `call.Call`, of `given` or of references to it."""
+    """Both kernels. `operands`: as those of `call.Call`, of `given` or of references to it."""
     params = plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1)
 
     def body(*refs: Any) -> None:
@@ -180,12 +187,18 @@ def launch(given: tuple[Any, ...], operands: Any, sizes: Sizes) -> Results:
     results = Results.shapes(sizes)._replace(expert_ids=chunks.expert_ids, weights=chunks.weights)
     if sizes.form is None:
         return results
+    first = operands(*given)[-1]
+
+    def body_of_placers(*refs: Any) -> None:
+        counted, rest = refs[:3], refs[3:]
+        place(*counted, *(rest if first is not None else (None, *rest)), sizes=sizes)
+
     *placed, _ = pl.pallas_call(
-        lambda *refs: place(*refs, sizes=sizes),
+        body_of_placers,
         out_shape=[*results[2:], chunks.counts],
         grid=(sizes.num_placers,),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=sizes.interpret,
         name="jmx_group",
-    )(chunks.expert_ids, chunks.earlier, chunks.counts)
+    )(chunks.expert_ids, chunks.earlier, chunks.counts, *(() if first is None else (first,)))
     return Results(chunks.expert_ids, chunks.weights, *placed)

@@ -41,10 +41,10 @@ def kernel(values: Ref, mask: Ref | None, bias: Ref | None, first: Ref | None, *
     best, ids, used = top_k(keys, experts, sizes.top_k)
 
     slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
-    inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
+    real = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
 
     def by_slot(ref: Ref, columns: Array) -> None:
-        plgpu.store(ref.at[tokens[:, None], slots], columns, mask=inside)
+        plgpu.store(ref.at[tokens[:, None], slots], columns, mask=real)
 
     id_of_slot = stacked(ids, slots)
     by_slot(out.expert_ids, id_of_slot)
@@ -55,15 +55,15 @@ def kernel(values: Ref, mask: Ref | None, bias: Ref | None, first: Ref | None, *
     fill(out.counters, power_of_two(out.counters.shape[0]), 0)
     if sizes.form == "single":
         block = jnp.where(id_of_slot < 0, sizes.num_experts - 1, id_of_slot)
-        plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
+        plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=real)
         by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
         return
     of_others, own = id_of_slot < 0, experts
     if first is not None:
         begin = first[0]
         own = experts - begin
-        used = jnp.where(_inside(own, sizes)[None, :], used, 0)
-        of_others |= ~_inside(id_of_slot - begin, sizes)
+        used = jnp.where(is_own(own, sizes)[None, :], used, 0)
+        of_others |= ~is_own(id_of_slot - begin, sizes)
     place = few(out, used, tokens, own, sizes) if sizes.form == "few" else many(out, used, own, sizes)
     rows = [jnp.sum(jnp.where(experts[None, :] == its[:, None], place, 0), axis=1) for its in ids]
     row_of_slot = jnp.where(of_others, -1, stacked(rows, slots))
@@ -96,7 +96,7 @@ def keys_of(
     return keys
 
 
-def _inside(ids: Int32[Array, "*n"], sizes: Sizes) -> Bool[Array, "*n"]:
+def is_own(ids: Int32[Array, "*n"], sizes: Sizes) -> Bool[Array, "*n"]:
     """Whether ids that count from the first expert for which rows are grouped are of one of these."""
     return (ids >= 0) & (ids < sizes.num_grouped)
 

@@ -11,7 +11,6 @@ from jmx.pallas.routing.choice import Choice
 
 LEAST_COUNTERS = 4  # zeros that every kernel of products finds enough
 MOST_ELEMENTS = 1 << 12  # of tokens by experts, both rounded up to powers of two, that one CTA routes and groups
-MOST_ELEMENTS_OF_SOME = 1 << 13  # the same where rows are grouped for some of the experts: there are no chunks then
 MOST_OF_CHUNKS = 1 << 20  # the same of CTAs that each route a chunk of tokens
 MOST_EXPERTS_OF_CHUNKS = 1 << 9
 _LEAST_CHUNK, _CHUNK_ELEMENTS = 8, 1 << 12  # tokens; tokens by experts
@@ -70,7 +69,7 @@ class Sizes:
     def chunk(self) -> int | None:
         """The tokens of a chunk, a power of two; None if there are none, and one CTA does everything."""
         tokens, experts = power_of_two(self.num_tokens), power_of_two(self.num_experts)
-        if tokens * experts <= MOST_ELEMENTS or self.num_grouped < self.num_experts:
+        if tokens * experts <= MOST_ELEMENTS:
             return None
         return max(_LEAST_CHUNK, min(_CHUNK_ELEMENTS // experts, tokens // _FEWEST_CHUNKS))
 
@@ -88,8 +87,6 @@ class Sizes:
     def num_warps(self) -> int:
         """Warps of a CTA that routes."""
         tokens, experts = self.tile
-        if tokens * experts >= 8192:
-            return 16
         return 1 << min(3, (tokens * experts // 128 + 1).bit_length() - 1)
 
     @property

@@ -1,4 +1,4 @@
-// The XLA FFI handlers that launch the kernels of kernels.cu.
+// The XLA FFI handlers that launch the kernels of kernels.cu. Functions throw std::string, the reason of a failure.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "driver.h"
+#include "gpus.h"
 #include "lines.h"
 #include "region.h"
 #include "xla/ffi/api/ffi.h"
@@ -17,13 +17,6 @@ namespace jmx {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// Throws std::string, the reason, as all functions here do that return no ffi::Error.
-void CheckAccess(int from, int to) {
-  int can = 0;
-  Check(driver().can_access(&can, DeviceOf(from), DeviceOf(to)), "cuDeviceCanAccessPeer");
-  if (!can) throw "GPU " + std::to_string(from) + " cannot access the memory of GPU " + std::to_string(to);
-}
 
 // What the process has: the kernels, by GPU, and regions. It is never freed: a program may be launched at any time.
 class Resources {
@@ -70,18 +63,6 @@ class Resources {
   }
 
  private:
-  static void EnableAccess(int ordinal, int other) {
-    if (ordinal == other) return;
-    Context context = nullptr;
-    {
-      Current there(other);
-      context = there.context();
-    }
-    CheckAccess(ordinal, other);
-    const Status status = driver().enable_access(context, 0);
-    if (status != kPeerAccessAlreadyEnabled) Check(status, "cuCtxEnablePeerAccess");
-  }
-
   std::mutex mutex_;
   std::string image_;
   std::map<int, Module> modules_;
@@ -115,11 +96,7 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
             ffi::RemainingArgs args, ffi::RemainingRets results) {
   if (args.size() != results.size() || args.size() == 0 || args.size() > kMaxArrays || (kind != Kind::kGather && args.size() != 1))
     throw std::string("wrong number of arrays");
-  if (num_ranks < 2 || num_ranks > kMaxRanks || devices.size() % num_ranks != 0) throw std::string("wrong ranks");
-  const auto* mine = std::find(devices.begin(), devices.end(), int64_t{ordinal});
-  if (mine == devices.end()) throw "GPU " + std::to_string(ordinal) + " is not among those of the mesh";
-  const size_t position = mine - devices.begin(), group = position / num_ranks;
-  const std::vector<int> ordinals(devices.begin() + group * num_ranks, devices.begin() + (group + 1) * num_ranks);
+  const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
 
   Call call;
   size_t total = 0, unit = 16;
@@ -149,14 +126,14 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   if (lines && (unit < kLineData || total > kMostLineData)) throw std::string("rows that cannot be lines");
   call.function = FunctionName(kind, type, unit, how);
   call.ranks.slot_bytes = how == Way::kArrays ? 0 : RoundUp(lines ? total / kLineData * kLineBytes : total, 128);
-  call.ranks.rank = static_cast<int>(position % num_ranks);
+  call.ranks.rank = group.rank;
   call.ranks.num_ranks = static_cast<int>(num_ranks);
   const size_t thread_bytes = lines ? kLineData : kThreadBytes;
   call.num_blocks = static_cast<int>(std::clamp<size_t>(RoundUp(total, kThreads * thread_bytes) / (kThreads * thread_bytes), 1, kMaxBlocks));
   // Each CTA counts its calls, so all calls on a region have as many CTAs.
   const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks) +
                           " " + std::to_string(total);
-  const auto& regions = Resources::Get().FindRegions(key, ordinals, call.ranks.slot_bytes);
+  const auto& regions = Resources::Get().FindRegions(key, group.ordinals, call.ranks.slot_bytes);
   for (size_t rank = 0; rank < regions.size(); ++rank)
     call.ranks.region[rank] = reinterpret_cast<char*>(regions[rank]);
   return call;
