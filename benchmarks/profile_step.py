@@ -34,7 +34,7 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = "flash_decode"  # the beginning of the name of a kernel that each layer has once
+ONCE_A_LAYER = ("flash_decode", "jmx_one_token")  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.
@@ -48,8 +48,9 @@ PARTS = {
     "experts": "#c2410c",
     "sum of experts, residual": "#f59e0b",
     "norm, logits, next token": "#047857",
+    "norm to router, of one token": "#1e3a8a",
 }
-BEGINNINGS = {"jmx_heads": 1, "flash_decode": 2, "jmx_route": 5, "mosaic": 6}
+BEGINNINGS = {"jmx_heads": 1, "flash_decode": 2, "jmx_route": 5, "mosaic": 6, "jmx_one_token": 9}
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2
 
@@ -216,8 +217,8 @@ def draw(profile: dict[str, Any], path: str) -> None:
 
 def draw_layers(axes: Any, step: Sequence[Kernel], parts: Sequence[str]) -> None:
     """The kernels of the first layers, with names."""
-    heads = [*PARTS][1]
-    begin = [i for i, part in enumerate(parts) if part == heads and (i == 0 or parts[i - 1] != heads)]
+    firsts = [*PARTS][1], [*PARTS][9]  # of a layer
+    begin = [i for i, part in enumerate(parts) if part in firsts and (i == 0 or parts[i - 1] != part)]
     shown = range(begin[0], begin[LAYERS_SHOWN])
     for i in shown:
         kernel, first = step[i], step[begin[0]].start
