@@ -34,7 +34,7 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = ("flash_decode", "jmx_one_token")  # beginnings of names: each layer has one such kernel
+ONCE_A_LAYER = ("flash_decode", "jmx_one_token_attention")  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.
@@ -48,9 +48,17 @@ PARTS = {
     "experts": "#c2410c",
     "sum of experts, residual": "#f59e0b",
     "norm, logits, next token": "#047857",
-    "norm to router, of one token": "#1e3a8a",
 }
-BEGINNINGS = {"jmx_heads": 1, "flash_decode": 2, "jmx_route": 5, "mosaic": 6, "jmx_one_token": 9}
+BEGINNINGS = {
+    "jmx_heads": 1,
+    "flash_decode": 2,
+    "jmx_route": 5,
+    "mosaic": 6,
+    "jmx_one_token_heads": 1,
+    "jmx_one_token_attention": 2,
+    "jmx_one_token_out": 3,
+    "jmx_one_token_router": 4,
+}
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2
 
@@ -103,7 +111,7 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     steps = list(whole_steps(kernel_trace.kernels(trace), layers))
     if not steps:
         raise RuntimeError(
-            f"no step was recorded that has {layers} kernels named {ONCE_A_LAYER}...: is this a Hopper GPU?"
+            f"no step was recorded that has {layers} kernels named {' or '.join(ONCE_A_LAYER)}: is this a Hopper GPU?"
         )
     lengths = [step[-1].end - step[0].start for step in steps]
     median = statistics.median_low(lengths)
@@ -111,8 +119,10 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
     launched: dict[str, list[int]] = defaultdict(lambda: [0] * len(steps))
     for number, step in enumerate(steps):
+        until = step[0].start
         for kernel, part in zip(step, parts_of(step), strict=True):
-            spent[part][number] += kernel.end - kernel.start
+            spent[part][number] += max(0.0, kernel.end - max(kernel.start, until))  # not beside the one before
+            until = max(until, kernel.end)
             launched[part][number] += 1
     first = found[0].start
     launches = sum(str(event.get("name")).startswith("cuGraphLaunch") for event in trace if event.get("ph") == "X")
@@ -217,8 +227,8 @@ def draw(profile: dict[str, Any], path: str) -> None:
 
 def draw_layers(axes: Any, step: Sequence[Kernel], parts: Sequence[str]) -> None:
     """The kernels of the first layers, with names."""
-    firsts = [*PARTS][1], [*PARTS][9]  # of a layer
-    begin = [i for i, part in enumerate(parts) if part in firsts and (i == 0 or parts[i - 1] != part)]
+    heads = [*PARTS][1]
+    begin = [i for i, part in enumerate(parts) if part == heads and (i == 0 or parts[i - 1] != heads)]
     shown = range(begin[0], begin[LAYERS_SHOWN])
     for i in shown:
         kernel, first = step[i], step[begin[0]].start

@@ -57,7 +57,7 @@ struct Warp {
 struct Cta {
   std::vector<unsigned char> memory;
   std::vector<Warp> warps;
-  Meeting meetings[3];
+  Meeting meeting;
 };
 struct Copying {
   void* to;
@@ -71,6 +71,8 @@ inline std::vector<Cta> ctas;
 inline std::vector<Copying> copying;
 inline std::mt19937 generator;
 inline Fiber* current;
+inline unsigned num_threads;  // of a CTA
+inline Meeting of_cluster;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
 
@@ -104,11 +106,14 @@ inline void Complete(const Copying& its) {
   barrier.Check();
 }
 
-// Runs `function` as a launch of `num_ctas` with so much shared memory, which holds anything. False: it hangs.
-inline bool Launch(unsigned num_ctas, unsigned num_threads, size_t shared_bytes, unsigned seed, std::function<void()> function) {
+// Runs `function` as a cluster of `num_ctas`, from CTA `first` on, with so much shared memory, which holds anything. False:
+// it hangs.
+inline bool Launch(unsigned first, unsigned num_ctas, unsigned threads, size_t shared_bytes, unsigned seed,
+                   std::function<void()> function) {
   body = std::move(function);
   generator.seed(seed);
-  gridDim.x = num_ctas;
+  num_threads = threads;
+  of_cluster = {};
   ctas = std::vector<Cta>(num_ctas);
   for (auto& cta : ctas) cta.memory.assign(shared_bytes + 128, 0xff), cta.warps.resize(num_threads / 32);
   fibers.clear();
@@ -130,7 +135,7 @@ inline bool Launch(unsigned num_ctas, unsigned num_threads, size_t shared_bytes,
     std::shuffle(order.begin(), order.end(), generator);
     for (unsigned i : order) {
       current = &fibers[i];
-      threadIdx.x = current->thread, blockIdx.x = current->cta;
+      threadIdx.x = current->thread, blockIdx.x = first + current->cta;
       swapcontext(&scheduler, &current->context);
     }
     std::erase_if(order, [](unsigned i) { return fibers[i].done; });
@@ -155,6 +160,7 @@ inline unsigned __float_as_uint(float v) {
   memcpy(&r, &v, 4);
   return r;
 }
+inline void __syncthreads() { emulated::Meet(emulated::ThisCta().meeting, emulated::num_threads); }
 inline void __syncwarp() { emulated::MeetWarp(); }
 inline void __threadfence() {}
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
@@ -187,8 +193,8 @@ namespace jmx {
 typedef unsigned u32;
 typedef unsigned long long u64;
 
-inline unsigned char* SharedMemory() {
-  auto address = reinterpret_cast<std::uintptr_t>(emulated::ThisCta().memory.data());
+inline unsigned char* SharedMemory(emulated::Cta& cta = emulated::ThisCta()) {
+  auto address = reinterpret_cast<std::uintptr_t>(cta.memory.data());
   return reinterpret_cast<unsigned char*>((address + 127) / 128 * 128);
 }
 inline void InitBarrier(u64* at, u32 arrivals) { *reinterpret_cast<emulated::Barrier*>(at) = {arrivals, arrivals, 0, 0}; }
@@ -202,29 +208,22 @@ inline void Arrive(u64* at) {
 inline void Wait(u64* at, u32 parity) {
   while (reinterpret_cast<emulated::Barrier*>(at)->parity == parity) emulated::Yield();
 }
-inline void WaitEach(u64* at, u32 parity) { Wait(at, parity); }
 inline void Copy(void* to, const void* from, u32 bytes, u64* at) {
   if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16 != 0) abort();
   reinterpret_cast<emulated::Barrier*>(at)->bytes += bytes;
   Arrive(at);
   emulated::copying.push_back({to, from, bytes, at});
 }
-inline void Sync() { emulated::Meet(emulated::ThisCta().meetings[1], kThreads); }
-inline void SyncStart() { emulated::Meet(emulated::ThisCta().meetings[2], kAllThreads); }
-inline void ArriveAtStart() { emulated::Meet(emulated::ThisCta().meetings[2], kAllThreads, false); }
-inline void Send(Word* to, u32 data, u32 launch) { *to = static_cast<Word>(launch) << 32 | data; }
-inline bool Receive(const Word* from, u32 launch, uint4& data) {
-  if (reinterpret_cast<u64>(from) % 16 != 0) abort();
-  emulated::Yield();
-  data = {static_cast<u32>(from[0]), static_cast<u32>(from[1]), static_cast<u32>(from[2]), static_cast<u32>(from[3])};
-  return std::all_of(from, from + 4, [&](Word word) { return word >> 32 == launch; });
+inline void BeginNext() {}
+inline void AwaitLast() {}
+inline void SyncCluster() { emulated::Meet(emulated::of_cluster, emulated::ctas.size() * emulated::num_threads); }
+inline float LoadOf(u32 cta, const float* at) {
+  const auto offset = reinterpret_cast<const unsigned char*>(at) - SharedMemory();
+  return *reinterpret_cast<const float*>(SharedMemory(emulated::ctas.at(cta)) + offset);
 }
-inline bool Receive(const Word* from, u32 launch, float& data) {
-  emulated::Yield();
-  data = __uint_as_float(static_cast<u32>(*from));
-  return *from >> 32 == launch;
-}
-inline u32 Launches(const Kept* kept) { return kept->launches; }
+inline uint4 LoadEarly(const void* from) { return __ldcg(static_cast<const uint4*>(from)); }
+inline float LoadEarly(const float* from) { return *from; }
+inline Bf16 LoadEarly(const Bf16* from) { return *from; }
 inline float Wide(Bf16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 inline float Low(u32 v) { return __uint_as_float(v << 16); }
 inline float High(u32 v) { return __uint_as_float(v & 0xffff0000u); }

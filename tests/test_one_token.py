@@ -107,7 +107,8 @@ POINTERS = [
     "x_out",
     "logits",
     "normed",
-    "kept",
+    "heads",
+    "attended",
 ]
 NUMBERS = ("hidden", "kv_heads", "group", "experts", "page", "num_pages")
 
@@ -121,8 +122,7 @@ class Arguments(ctypes.Structure):
         + [
             ("part_stride", ctypes.c_longlong),
             ("window", ctypes.c_int),
-            ("slots", ctypes.c_int),
-            ("inverse", ctypes.c_int),
+            ("splits", ctypes.c_int),
         ]
         + [("epsilon", ctypes.c_float), ("router_epsilon", ctypes.c_float)]
     )
@@ -144,9 +144,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def emulate(
-    emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, ctas: int, slots: int, launches: int, seed: int
-) -> call.Results:
+def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, splits: int, seed: int) -> call.Results:
     """The results of the kernel's source on this CPU."""
 
     def bits(array: Any) -> np.ndarray:
@@ -167,7 +165,8 @@ def emulate(
         "x_out": aligned(np.zeros(given.x.shape, np.uint16)),
         "logits": aligned(np.zeros((1, len(given.router)), np.float32)),
         "normed": aligned(np.zeros(given.x.shape, np.uint16)),
-        "kept": None,
+        "heads": aligned(np.zeros(len(given.heads), np.uint16)),
+        "attended": aligned(np.zeros(columns, np.uint16)),
     }
     names = {"heads": "heads_weights", "out": "out_weights", "router": "router_weights"}
     arrays = {names.get(name, name): array for name, array in held.items()} | made
@@ -182,12 +181,11 @@ def emulate(
         num_pages=1 if given.tables is None else given.tables.shape[1],
         part_stride=given.cache.size // 2,
         window=window or 0,
-        slots=slots,
-        inverse=-(-(1 << 16) // slots),
+        splits=splits,
         epsilon=EPSILONS[0],
         router_epsilon=EPSILONS[1],
     )
-    assert emulator.emulate(its, ctas, launches, ctypes.c_uint(seed)) == 0
+    assert emulator.emulate(its, ctypes.c_uint(seed)) == 0
 
     def floats(array: np.ndarray) -> np.ndarray:
         return array.view(jnp.bfloat16)
@@ -201,36 +199,25 @@ def emulate(
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("ctas", "slots", "window", "options"),
+    ("splits", "window", "options"),
     [
-        (6, 8, None, {}),
-        (6, 40, 33, {"position": 255, "bias": False}),
-        (7, 9, 1, {"position": 0, "sinks": False}),
-        (6, 11, None, {"position": 400, "page": 16}),  # beyond the last position
-        (6, 23, 128, {"position": 128, "page": 128}),
-        (8, 40, None, {"capacity": 1024, "position": 1000, "page": 128}),  # four splits
-        (7, 40, None, {"capacity": 1024, "position": 1023, "sinks": False}),
-        (4, 13, None, {"kv_heads": 1, "group": 2, "position": 256, "capacity": 512}),
-        (10, 10, 17, {"kv_heads": 1, "group": 8, "hidden": 40, "experts": 31}),
-        (3, 40, None, {"kv_heads": 1, "hidden": 72, "experts": 5, "position": 15}),
+        (1, None, {}),
+        (2, 33, {"position": 255, "bias": False}),
+        (1, 1, {"position": 0, "sinks": False}),
+        (3, None, {"position": 400, "page": 16}),  # beyond the last position
+        (1, 128, {"position": 128, "page": 128}),
+        (8, None, {"capacity": 1024, "position": 1000, "page": 128}),
+        (4, None, {"capacity": 1024, "position": 1023, "sinks": False}),
+        (8, None, {"kv_heads": 1, "group": 2, "position": 20, "capacity": 512}),  # most splits have no keys
+        (2, 17, {"kv_heads": 1, "group": 8, "hidden": 40, "experts": 31}),
+        (5, None, {"kv_heads": 1, "group": 3, "hidden": 72, "experts": 5, "position": 150}),
+        (1, None, {"kv_heads": 1, "group": 1, "hidden": 3080, "experts": 2, "position": 15}),
     ],
 )
-def test_the_kernel_on_emulated_threads_computes_its_definition(rng, emulator, ctas, slots, window, options):
+def test_the_kernels_on_emulated_threads_compute_their_definition(rng, emulator, splits, window, options):
     given = operands(rng, **options)
     seed = int(rng.integers(1 << 30))
-    check(emulate(emulator, given, window, ctas=ctas, slots=slots, launches=1, seed=seed), given, window)
-
-
-@pytest.mark.costly
-@pytest.mark.usefixtures("on_cpu")
-def test_a_launch_does_not_take_the_words_of_the_launch_before(rng, emulator):
-    """Launches have the same results in any order of threads: each sum has one order."""
-    given = operands(rng, kv_heads=1, capacity=512, position=300, hidden=64)
-    shape = {"ctas": 3, "slots": 20, "window": None}
-    first, third = (emulate(emulator, given, **shape, launches=number, seed=number) for number in (1, 3))
-    check(first, given, None)
-    for its, other in zip(first, third, strict=True):
-        assert its.tobytes() == other.tobytes()
+    check(emulate(emulator, given, window, splits=splits, seed=seed), given, window)
 
 
 def test_sizes_are_those_of_the_source():
@@ -238,7 +225,7 @@ def test_sizes_are_those_of_the_source():
     for line in re.findall(r"constexpr int (k[^;]*);", (SOURCES / "call.h").read_text()):
         for name, value in re.findall(r"(k\w+) = ([^,]+)", line):
             constants[name] = eval(value, {}, constants)
-    names = "DIM", "MOST_GROUP", "MOST_ROWS", "MOST_HIDDEN", "MOST_COLUMNS", "VECTOR"
+    names = "DIM", "MOST_GROUP", "MOST_COLUMNS", "VECTOR"
     for name in names:
         assert constants["k" + name.title().replace("_", "")] == getattr(call, name)
 
@@ -261,11 +248,10 @@ def test_the_kernel_compiles_for_hopper():
         ({}, None),
         ({"page": 128}, None),
         ({"bias": False, "sinks": False}, None),
-        ({"hidden": 2884}, "columns of `heads` (=2884) must be a multiple of 8 and at most 3840"),
-        ({"hidden": 4096}, "columns of `heads` (=4096) must be a multiple of 8 and at most 3840"),
-        ({"kv_heads": 17, "group": 4}, "columns of `out` (=4352) must be a multiple of 8 and at most 4320"),
+        ({"hidden": 2884}, "columns of `heads` (=2884) must be a multiple of 8 and at most 4096"),
+        ({"hidden": 4104}, "columns of `heads` (=4104) must be a multiple of 8 and at most 4096"),
+        ({"kv_heads": 17, "group": 4}, "columns of `out` (=4352) must be a multiple of 8 and at most 4096"),
         ({"group": 9, "kv_heads": 1}, "queries to a key head (=9) must be at most 8"),
-        ({"experts": 1057}, "rows of `router` (=1057) must be at most 1056 with 132 SMs"),
     ],
     ids=str,
 )

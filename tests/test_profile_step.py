@@ -45,21 +45,11 @@ def test_whole_steps_are_those_between_two_pauses():
 
 
 def test_each_kernel_is_in_its_part():
-    embedding, heads, attention, output, router, routing, experts, combined, logits, _ = profile_step.PARTS
+    embedding, heads, attention, output, router, routing, experts, combined, logits = profile_step.PARTS
     window = [heads, attention, output, router, routing, experts, combined]
     whole = [heads, attention, *window[1:]]
     wanted = [embedding] * 2 + window + whole + [logits] * 2
     assert profile_step.parts_of(kernels_of(NAMES)) == wanted
-
-
-def test_a_layer_of_one_token_may_be_one_kernel_up_to_its_router():
-    layer = ["jmx_one_token", "jmx_route", "mosaic_block_n8", *SUM]
-    names = [*BEFORE, *layer, *layer, *AFTER]
-    steps = [*profile_step.whole_steps(kernels_of(names * 4), LAYERS)]
-    assert [[kernel.name for kernel in step] for step in steps] == [names] * 2
-    embedding, *_, routing, experts, combined, logits, whole = profile_step.PARTS
-    wanted = [embedding] * 2 + [whole, routing, experts, combined] * 2 + [logits] * 2
-    assert profile_step.parts_of(kernels_of(names)) == wanted
 
 
 def test_the_product_of_several_tokens_is_that_of_the_output():
@@ -86,8 +76,7 @@ def test_kernels_of_a_trace_are_those_on_streams_in_order():
 @pytest.mark.parametrize("saved", SAVED, ids=lambda path: path.stem)
 def test_a_saved_profile_has_every_part_and_is_drawn(saved, tmp_path):
     profile = json.loads(saved.read_text())
-    assert [*profile["parts"]] == [part for part in profile_step.PARTS if part in profile["parts"]]
-    assert len(profile["parts"]) in (6, 9)
+    assert [*profile["parts"]] == [*profile_step.PARTS]
     assert profile["parts"]["experts"]["kernels"] == profile["layers"]
     profile_step.draw(profile, str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").stat().st_size > 1000

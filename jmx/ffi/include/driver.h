@@ -22,11 +22,9 @@ constexpr Status kPeerAccessAlreadyEnabled = 704;
 constexpr unsigned kNonBlocking = 1;    // of a stream: it does not wait for the default stream
 constexpr unsigned kDisableTiming = 2;  // of an event
 
-// A launch that begins when all of its CTAs can run at once, so that they may wait for each other.
 struct LaunchAttribute {
-  int id = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-  int padding = 0;
-  int value[16] = {1};
+  int id, padding;
+  int value[16];
 };
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
@@ -71,7 +69,7 @@ struct Driver {
   DriverFunction<Status(Function, int, int)> set_attribute{"cuFuncSetAttribute"};
   DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
       launch{"cuLaunchKernel"};
-  DriverFunction<Status(const LaunchConfig*, Function, void**, void**)> launch_together{"cuLaunchKernelEx"};
+  DriverFunction<Status(const LaunchConfig*, Function, void**, void**)> launch_extended{"cuLaunchKernelEx"};
   DriverFunction<Status(Stream*, unsigned)> stream_create{"cuStreamCreate"};
   DriverFunction<Status(Stream, EventHandle, unsigned)> stream_wait{"cuStreamWaitEvent"};
   DriverFunction<Status(EventHandle*, unsigned)> event_create{"cuEventCreate"};

@@ -23,10 +23,7 @@ from jmx.util.typing import Array, Shaped
 # As jmx/ffi/one_token/src/call.h has them.
 DIM = 64  # channels of a head
 MOST_GROUP = 8
-MOST_ROWS = 64  # of a matrix, for one SM
-MOST_ROUTER_ROWS = 8  # of the router, for one SM: they stay in shared memory
-MOST_HIDDEN = 3840  # columns of the first matrix and of the router
-MOST_COLUMNS = 4320  # of the result's matrix
+MOST_COLUMNS = 4096  # of a matrix
 VECTOR = 8  # elements that are loaded at once
 
 _NO_TILE = Tile(2, 1024, 4)  # of definitions, which have none
@@ -84,7 +81,7 @@ class Results(NamedTuple):
 
 def reject_reason(given: Operands, environment: Environment) -> str | None:
     """Why the kernel does not take operands, of shapes that fit each other, on a machine; None if it does."""
-    if environment.compute_capability != CAPABILITY or environment.core_count is None:
+    if environment.compute_capability != CAPABILITY:
         capability = environment.compute_capability
         this = environment.platform if capability is None else ".".join(map(str, capability))
         return f"needs a GPU of compute capability 9.0 (this is {this})"
@@ -100,13 +97,9 @@ def reject_reason(given: Operands, environment: Environment) -> str | None:
     if group > MOST_GROUP:
         return f"queries to a key head (={group}) must be at most {MOST_GROUP}"
     for name in ("heads", "out", "router"):
-        rows, columns = getattr(given, name).shape
-        most = MOST_COLUMNS if name == "out" else MOST_HIDDEN
-        if columns % VECTOR or columns > most:
-            return f"columns of `{name}` (={columns}) must be a multiple of {VECTOR} and at most {most}"
-        most = (MOST_ROUTER_ROWS if name == "router" else MOST_ROWS) * environment.core_count
-        if rows > most:
-            return f"rows of `{name}` (={rows}) must be at most {most} with {environment.core_count} SMs"
+        columns = getattr(given, name).shape[1]
+        if columns % VECTOR or columns > MOST_COLUMNS:
+            return f"columns of `{name}` (={columns}) must be a multiple of {VECTOR} and at most {MOST_COLUMNS}"
     return None
 
 
@@ -159,7 +152,9 @@ class OneToken:
     def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
         present = sum((name in self.present) << bit for bit, name in enumerate(_OPTIONAL))
         aliases = {self.present.index("cache"): 1}
-        call = jax.ffi.ffi_call(TARGET, self.shapes(*arrays), input_output_aliases=aliases)
+        given = self.operands(arrays)
+        between = [jax.ShapeDtypeStruct((size,), given.x.dtype) for size in (given.heads.shape[0], given.out.shape[1])]
+        call = jax.ffi.ffi_call(TARGET, [*self.shapes(*arrays), *between], input_output_aliases=aliases)
         results = call(
             *arrays,
             present=np.int64(present),
@@ -167,7 +162,7 @@ class OneToken:
             epsilon=np.float32(self.epsilon),
             router_epsilon=np.float32(self.router_epsilon),
         )
-        return [*results]
+        return [*results[:-2]]
 
 
 def _attend(

@@ -18,7 +18,7 @@ BUILD = (
 )
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_one_token.so"
-HEADERS = ("call.h", "primitives.cuh", "rows.cuh", "attention.cuh")
+HEADERS = ("call.h", "primitives.cuh", "tile.cuh", "attention.cuh")
 
 
 class Library(NamedTuple):

@@ -1,12 +1,11 @@
-// Attention of one token: a CTA has a key head, or a split of its keys, and all queries of that head.
+// Attention of one token: a CTA has a key head, or a split of its keys, and all queries of that head. Splits are a cluster.
 #pragma once
 
-#include "rows.cuh"
+#include "primitives.cuh"
 
 namespace jmx {
 
 constexpr int kKeys = 16;  // of a block, for one warp at a time
-constexpr int kSplitKeys = kKeys * kWarps;  // with which the warps of a CTA have a block each
 constexpr float kLowest = -1e30f;
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -20,33 +19,26 @@ struct Block {
 class Attention {
  public:
   // The positions that are attended to, and the splits of their keys.
-  __device__ Attention(const Call& call, Shared& shared, u32 launch, int position)
-      : call_(call), shared_(shared), launch_(launch) {
+  __device__ Attention(const Call& call, AttentionShared& shared, int position) : call_(call), shared_(shared) {
     position_ = min(position, call.page * call.num_pages - 1);
     begin_ = call.window > 0 ? max(0, position_ - call.window + 1) : 0;
-    const int number = position_ + 1 - begin_, blocks = (number + kKeys - 1) / kKeys;
-    const int most = min(kMostSplits, max(1, (int)gridDim.x / call.kv_heads));
-    splits_ = min(most, (number + kSplitKeys - 1) / kSplitKeys);
-    const int each = (blocks + splits_ - 1) / splits_;
-    head_ = blockIdx.x / splits_;
-    split_ = blockIdx.x - head_ * splits_;
-    first_ = split_ * each;
+    const int blocks = (position_ + 1 - begin_ + kKeys - 1) / kKeys, each = (blocks + call.splits - 1) / call.splits;
+    head_ = blockIdx.x / call.splits;
+    split_ = blockIdx.x - head_ * call.splits;
+    first_ = min(blocks, split_ * each);
     last_ = min(blocks, first_ + each);
   }
-
-  // Whether this CTA has a part in it.
-  __device__ bool Takes() const { return head_ < call_.kv_heads; }
 
   // Loads the first keys and values, and what else does not depend on the queries.
   __device__ void Begin() {
     number_ = first_ + threadIdx.x / 32;
     if (number_ < last_) Load(number_);
-    if (threadIdx.x / 32 <= call_.group) cos_ = __ldg(call_.cos + threadIdx.x % 32), sin_ = __ldg(call_.sin + threadIdx.x % 32);
+    cos_ = LoadEarly(call_.cos + threadIdx.x % 32), sin_ = LoadEarly(call_.sin + threadIdx.x % 32);
     if (call_.sinks != nullptr && threadIdx.x / 32 < call_.group)
-      sink_ = __ldg(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
+      sink_ = LoadEarly(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
   }
 
-  // Waits for the queries, and attends.
+  // Attends, once queries are there.
   __device__ void Run() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     Rotate();
@@ -58,7 +50,7 @@ class Attention {
     }
     const float factor = rsqrtf((float)kDim) * kLog2E;
     float peak = kLowest, total = 0, sums[8][4] = {};
-    for (; number_ < last_; number_ += kWarps) {
+    for (; number_ < last_; number_ += kAttentionWarps) {
       const int key = begin_ + number_ * kKeys;
       if (key + kKeys > position_) TakeNew(key);
       float scores[2][4] = {};
@@ -92,16 +84,16 @@ class Attention {
         Multiply(sums[i], p0, 0, p2, 0, __byte_perm(values[0][i / 2], values[1][i / 2], half),
                  __byte_perm(values[2][i / 2], values[3][i / 2], half));
       }
-      if (number_ + kWarps < last_) Load(number_ + kWarps);
+      if (number_ + kAttentionWarps < last_) Load(number_ + kAttentionWarps);
     }
     // All warps' sums of one peak, so that they need only be added up.
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     if (t == 0) shared_.peaks[g][warp] = peak;
-    Sync();
+    __syncthreads();
     float top = kLowest;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) top = fmaxf(top, shared_.peaks[g][i]);
+    for (int i = 0; i < kAttentionWarps; ++i) top = fmaxf(top, shared_.peaks[g][i]);
     const float share = Exp2(peak - top);
     if (t == 0) shared_.totals[g][warp] = total * share;
     float4* to = reinterpret_cast<float4*>(&shared_.sums[warp][g][t * 16]);
@@ -110,9 +102,8 @@ class Attention {
       const int c = i % 2 * 4, h = i / 2;
       to[i] = {sums[c][h] * share, sums[c + 1][h] * share, sums[c + 2][h] * share, sums[c + 3][h] * share};
     }
-    Sync();
+    __syncthreads();
     Finish();
-    Sync();  // shared memory is used again
   }
 
  private:
@@ -123,7 +114,7 @@ class Attention {
   }
 
   // A load past the L1 cache.
-  __device__ static uint4 Load16(const Bf16* from) { return __ldcg(reinterpret_cast<const uint4*>(from)); }
+  __device__ static uint4 Load16(const Bf16* from) { return LoadEarly((const void*)from); }
 
   // Positions after the last one have its keys, which TakeNew replaces.
   __device__ void Load(int number) {
@@ -158,94 +149,79 @@ class Attention {
   // Rotates queries and the key to shared memory; writes key and value to the cache.
   __device__ void Rotate() {
     constexpr int kPairs = kDim / 2;
-    const int row = threadIdx.x / kPairs, pair = threadIdx.x % kPairs;
-    if (row < call_.group + 2) {
-      const Word* from = call_.kept->heads + (head_ * (call_.group + 2) + row) * kDim + pair;
-      float x, y;
-      bool all;
-      do {
-        all = Receive(from, launch_, x);
-        all &= Receive(from + kPairs, launch_, y);
-      } while (!all);
-      const Bf16 first = Narrow(x * cos_ - y * sin_), second = Narrow(y * cos_ + x * sin_);
+    const int pair = threadIdx.x % 32;
+    const Bf16* from = call_.heads + head_ * (call_.group + 2) * kDim + pair;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = threadIdx.x / 32 + i * kAttentionWarps;
+      if (row >= call_.group + 2) break;
+      const float x = Wide(LoadEarly(from + row * kDim)), y = Wide(LoadEarly(from + row * kDim + kPairs));
+      const bool rotated = row <= call_.group;
+      const Bf16 first = Narrow(rotated ? x * cos_ - y * sin_ : x), second = Narrow(rotated ? y * cos_ + x * sin_ : y);
       shared_.heads[row][pair] = first, shared_.heads[row][pair + kPairs] = second;
       if (row >= call_.group && split_ == 0) {
         Bf16* to = const_cast<Bf16*>(Place(position_)) + (row - call_.group) * call_.part_stride + pair;
         to[0] = first, to[kPairs] = second;
       }
     }
-    Sync();
+    __syncthreads();
   }
 
   // Adds up what warps have, and then what splits have: of each query a warp, two channels a lane.
   __device__ void Finish() {
     const int query = threadIdx.x / 32, channel = threadIdx.x % 32 * 2;
-    if (query >= call_.group) return;
-    const int busy = min(kWarps, last_ - first_);  // others have zeros
     float peak = kLowest, total = 0, first = 0, second = 0;
+    if (query < call_.group) {
+      const int busy = max(0, min(kAttentionWarps, last_ - first_));  // others have zeros
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-      if (i >= busy) break;
-      peak = fmaxf(peak, shared_.peaks[query][i]), total += shared_.totals[query][i];
-      const float2 its = *reinterpret_cast<const float2*>(&shared_.sums[i][query][channel]);
-      first += its.x, second += its.y;
-    }
-    if (splits_ == 1) {
-      // A sink far above all scores leaves nothing of them.
-      const float top = fmaxf(peak, sink_), share = Exp2(peak - top);
-      const float rate = share / (total * share + Exp2(sink_ - top));
-      SendResult(query, channel, first * rate, second * rate);
-      return;
-    }
-    Word* to = Part(split_, query);
-    Send(to + channel, __float_as_uint(first), launch_);
-    Send(to + channel + 1, __float_as_uint(second), launch_);
-    if (channel == 0) Send(to + kDim, __float_as_uint(peak), launch_);
-    if (channel == 2) Send(to + kDim + 1, __float_as_uint(total), launch_);
-    if (split_ == 0) SumSplits(query, channel);
-  }
-
-  __device__ void SumSplits(int query, int channel) {
-    constexpr int kAtOnce = 4;  // splits whose loads are on their way together
-    float peak = sink_, total = 1, first = 0, second = 0;
-    for (int base = 0; base < splits_; base += kAtOnce) {
-      float firsts[kAtOnce], seconds[kAtOnce], peaks[kAtOnce], totals[kAtOnce];
-      bool all;
-      do {
-        all = true;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const Word* from = Part(min(base + i, splits_ - 1), query);
-          all &= Receive(from + channel, launch_, firsts[i]);
-          all &= Receive(from + channel + 1, launch_, seconds[i]);
-          all &= Receive(from + kDim, launch_, peaks[i]);
-          all &= Receive(from + kDim + 1, launch_, totals[i]);
-        }
-      } while (!all);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i >= splits_) break;
-        const float top = fmaxf(peak, peaks[i]), before = Exp2(peak - top), share = Exp2(peaks[i] - top);
-        total = total * before + totals[i] * share, peak = top;
-        first = first * before + firsts[i] * share, second = second * before + seconds[i] * share;
+      for (int i = 0; i < kAttentionWarps; ++i) {
+        if (i >= busy) break;
+        peak = fmaxf(peak, shared_.peaks[query][i]), total += shared_.totals[query][i];
+        const float2 its = *reinterpret_cast<const float2*>(&shared_.sums[i][query][channel]);
+        first += its.x, second += its.y;
       }
     }
-    SendResult(query, channel, first / total, second / total);
+    if (call_.splits == 1) {
+      if (query < call_.group) Store(query, channel, peak, total, first, second);
+      return;
+    }
+    float(&mine)[kDim + 2] = shared_.split[query];
+    mine[channel] = first, mine[channel + 1] = second;
+    if (channel == 0) mine[kDim] = peak, mine[kDim + 1] = total;
+    SyncCluster();
+    if (query < call_.group && query % call_.splits == split_) {
+      float peaks[kMostSplits], totals[kMostSplits], firsts[kMostSplits], seconds[kMostSplits];
+#pragma unroll
+      for (int i = 0; i < kMostSplits; ++i) {
+        const int cta = min(i, call_.splits - 1);
+        peaks[i] = LoadOf(cta, &mine[kDim]), totals[i] = LoadOf(cta, &mine[kDim + 1]);
+        firsts[i] = LoadOf(cta, &mine[channel]), seconds[i] = LoadOf(cta, &mine[channel + 1]);
+      }
+      peak = kLowest, total = first = second = 0;
+#pragma unroll
+      for (int i = 0; i < kMostSplits; ++i) peak = fmaxf(peak, peaks[i]);
+#pragma unroll
+      for (int i = 0; i < kMostSplits; ++i) {
+        const float share = i < call_.splits ? Exp2(peaks[i] - peak) : 0;
+        total += totals[i] * share, first += firsts[i] * share, second += seconds[i] * share;
+      }
+      Store(query, channel, peak, total, first, second);
+    }
+    SyncCluster();  // until then others read this CTA's shared memory
   }
 
-  __device__ void SendResult(int query, int channel, float first, float second) const {
-    Send(call_.kept->attended + ((head_ * call_.group + query) * kDim + channel) / 2, Pack(first, second), launch_);
-  }
-
-  __device__ Word* Part(int split, int query) const {
-    return call_.kept->parts + ((head_ * kMostSplits + split) * call_.group + query) * kPart;
+  // A sink far above all scores leaves nothing of them.
+  __device__ void Store(int query, int channel, float peak, float total, float first, float second) const {
+    const float top = fmaxf(peak, sink_), share = Exp2(peak - top);
+    const float rate = share / (total * share + Exp2(sink_ - top));
+    u32* to = reinterpret_cast<u32*>(call_.attended + (head_ * call_.group + query) * kDim + channel);
+    *to = Pack(first * rate, second * rate);
   }
 
   const Call& call_;
-  Shared& shared_;
-  const u32 launch_;
-  int position_, begin_, splits_, head_, split_, first_, last_, number_;
-  float cos_ = 1, sin_ = 0;  // of this thread's pair of channels; values are not rotated
+  AttentionShared& shared_;
+  int position_, begin_, head_, split_, first_, last_, number_;
+  float cos_, sin_;  // of this thread's pair of channels
   float sink_ = kLowest;  // of the query that this thread finishes
   Block block_;
 };

@@ -1,38 +1,21 @@
-// What the kernel of kernels.cu is given: for the handler on the host, and for the GPU.
+// What the kernels of kernels.cu are given: for the handler on the host, and for the GPU.
 #pragma once
 
 namespace jmx {
 
 typedef unsigned short Bf16;  // its bits
 
-constexpr int kWarps = 15;  // that multiply; one more copies weights. With 16 warps a thread has 128 registers
-constexpr int kThreads = 32 * kWarps, kAllThreads = kThreads + 32;
 constexpr int kVector = 8;  // elements in 16 bytes
-constexpr int kTileRows = 8, kTileColumns = 32;  // of a matrix, in a warp's registers at a time
-constexpr int kMostSteps = 9;  // tiles of a row, for one warp
-constexpr int kStepsAtOnce = 3;  // that are loaded before the first of them is multiplied
-constexpr int kMostHidden = kThreads * kVector;  // columns: each thread has a vector of the router's
-constexpr int kMostColumns = kMostSteps * kWarps * kTileColumns;  // of the result's matrix
-constexpr int kMostRows = 64;  // of a matrix, for one CTA
-constexpr int kMostProcessors = 160;
-constexpr int kMostSlots = 40;  // of rows in shared memory
-constexpr int kInFlight = 6;  // rows that are on their way at a time: with more, all other loads wait behind them
+constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA of products
+constexpr int kHeadsRows = 8, kHeadsParts = 8;  // of a matrix, for one CTA, and the copies by which they come
+constexpr int kOutRows = 8, kOutParts = 8;
+constexpr int kMostSteps = 4;  // vectors of a row, for one thread
+constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
-constexpr int kMostSplits = 16;  // CTAs that share the keys of a head
-constexpr int kPart = kDim + 2;  // float32 that one of them has for each query: sums, peak, total
-
-// 32 bits with the number of the launch that wrote them, in the upper 32: who waits for them loads until it finds that.
-typedef unsigned long long Word;
-
-// What a GPU keeps between launches, zeros at first. Each launch writes all words that it reads.
-struct Kept {
-  unsigned launches, padding[31];
-  Word heads[kMostRows * kMostProcessors];  // queries, keys and values: a float32 each
-  Word attended[kMostColumns / 2];  // two bfloat16 each
-  Word x[kMostHidden / 2];
-  Word parts[kMostColumns / kDim * kMostSplits * kPart];  // float32 of splits, see kPart
-};
+constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
+constexpr int kSplitKeys = 128;  // with which the warps of a CTA have 16 each
 
 // Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
 struct Call {
@@ -54,32 +37,43 @@ struct Call {
   Bf16* x_out;  // (hidden,)
   float* logits;  // (experts,)
   Bf16* normed;  // (hidden,)
-  Kept* kept;
+  Bf16* heads;  // (kv_heads * (group + 2) * kDim,): queries, keys and values before their rotation
+  Bf16* attended;  // (kv_heads * group * kDim,)
   int hidden, kv_heads, group, experts;
   int page, num_pages;  // positions of a page, and pages of the row
   long long part_stride;  // elements between keys and values in `cache`
   int window;  // 0: none
-  int slots;  // of rows in shared memory, a tile of them at least
-  int inverse;  // of `slots`, times 2^16 and rounded up
+  int splits;  // CTAs that share the keys of a head
   float epsilon, router_epsilon;
 };
 
-// The shared memory of a CTA, before its slots.
-struct alignas(128) Shared {
-  union {
-    float sums[kWarps][kMostGroup][kDim];  // attention: each warp's sums of values, and their softmax's peak and total
-    Bf16 vector[2][kMostColumns];  // what rows are multiplied with, and what bfloat16 leaves of that
-  };
-  float peaks[kMostGroup][kWarps + 1], totals[kMostGroup][kWarps + 1];
-  float products[kWarps][kMostRows];  // of each row, by columns
-  float squares[kWarps], dots[kWarps];
-  alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // a key head's queries, key and value
-  unsigned long long full[kMostSlots], empty[kMostSlots];
+// Shared memory of a CTA of attention.
+struct alignas(16) AttentionShared {
+  float sums[kAttentionWarps][kMostGroup][kDim];  // each warp's sums of values, and their softmax's peak and total
+  float peaks[kMostGroup][kAttentionWarps + 1], totals[kMostGroup][kAttentionWarps + 1];
+  float split[kMostGroup][kDim + 2];  // the CTA's sums of values, peak and total
+  alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // queries, the key, the value
 };
 
-// Bytes of a slot, for rows of the longer matrix. A tile is read by two rows at a time, whose banks are then not the same.
-constexpr int SlotBytes(int hidden, int attended) {
-  return ((hidden > attended ? hidden : attended) * 2 + 127) / 128 * 128 + 64;
+// Rows of a CTA's tile are after this much of shared memory.
+constexpr int kBeforeRows = 512;
+
+// One of the kernels, in their order. Each but the first may begin before the one before it has ended.
+struct Launch {
+  const char* kernel;
+  int ctas, threads, shared_bytes;
+  int cluster;  // CTAs of a cluster
+};
+
+constexpr int kNumKernels = 4;
+
+inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
+  const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
+  const auto bytes = [](int rows, int columns) { return kBeforeRows + rows * columns * 2; };
+  launches[0] = {"jmx_one_token_heads", rows / kHeadsRows, kThreads, bytes(kHeadsRows, call.hidden), 1};
+  launches[1] = {"jmx_one_token_attention", call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
+  launches[2] = {"jmx_one_token_out", call.hidden / kOutRows, kThreads, bytes(kOutRows, columns), 1};
+  launches[3] = {"jmx_one_token_router", call.experts, kThreads, sizeof(float[kWarps][2]), 1};
 }
 
 }  // namespace jmx

@@ -1,4 +1,4 @@
-// The XLA FFI handler that launches the kernel of kernels.cu.
+// The XLA FFI handler that launches the kernels of kernels.cu.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -15,14 +15,14 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kNumProcessors = 16, kSharedMemory = 97;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._PER_BLOCK_OPTIN
-constexpr int kDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kMostShared = 8, kCarveout = 9;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._PREFERRED_SHARED_...
+constexpr int kCluster = 4, kOverlap = 6;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kSharedBytes = 227 << 10;  // that a CTA of a Hopper GPU may have
+constexpr const char* kNames[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention", "jmx_one_token_out",
+                                             "jmx_one_token_router"};
 
-// What a GPU has: the kernel, and what it keeps, which is never freed: a program may be launched at any time.
 struct OfGpu {
-  Function function = nullptr;
-  Address kept = 0;
-  int num_processors = 0, shared_bytes = 0;
+  Function functions[kNumKernels] = {};
 };
 
 class Resources {
@@ -40,23 +40,20 @@ class Resources {
   const OfGpu& Find(int ordinal) {
     std::lock_guard lock(mutex_);
     OfGpu& found = gpus_[ordinal];
-    if (found.function != nullptr) return found;
-    if (image_.empty()) throw std::string("the kernel was not compiled in this process");
+    if (found.functions[0] != nullptr) return found;
+    if (image_.empty()) throw std::string("the kernels were not compiled in this process");
     const Current current(ordinal);
-    const Device device = DeviceOf(ordinal);
-    Check(driver().attribute(&found.num_processors, kNumProcessors, device), "cuDeviceGetAttribute");
-    if (found.num_processors > kMostProcessors) throw std::string("more SMs than are known");
-    Check(driver().attribute(&found.shared_bytes, kSharedMemory, device), "cuDeviceGetAttribute");
-    Check(driver().allocate(&found.kept, sizeof(Kept)), "cuMemAlloc");
-    Check(driver().fill(found.kept, 0, sizeof(Kept) / 4), "cuMemsetD32");
-    Check(driver().synchronize(), "cuCtxSynchronize");
     Module module = nullptr;
-    Function function = nullptr;
+    OfGpu loaded;
     Check(driver().load(&module, image_.data()), "cuModuleLoadData");
-    Check(driver().function(&function, module, "jmx_one_token"), "cuModuleGetFunction");
-    Check(driver().set_attribute(function, kDynamicShared, found.shared_bytes), "cuFuncSetAttribute");
-    found.function = function;
-    return found;
+    for (int i = 0; i < kNumKernels; ++i) {
+      Function& function = loaded.functions[i];
+      Check(driver().function(&function, module, kNames[i]), "cuModuleGetFunction");
+      // All with the same share of an SM's memory, so that they run on it at the same time.
+      Check(driver().set_attribute(function, kCarveout, 100), "cuFuncSetAttribute");
+      if (i % 2 == 0) Check(driver().set_attribute(function, kMostShared, kSharedBytes), "cuFuncSetAttribute");
+    }
+    return found = loaded;
   }
 
  private:
@@ -109,8 +106,8 @@ T* ResultOf(ffi::RemainingRets results, size_t number) {
 }
 
 // Throws where the arguments are not those of jmx/ffi/one_token/call.py.
-Call CallOf(const OfGpu& gpu, int64_t present, int64_t window, float epsilon, float router_epsilon,
-            ffi::RemainingArgs args, ffi::RemainingRets results) {
+Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon, ffi::RemainingArgs args,
+            ffi::RemainingRets results) {
   Call call{};
   Arguments its(args, present);
   call.x = its.Address<Bf16>(2, ffi::BF16);
@@ -137,23 +134,26 @@ Call CallOf(const OfGpu& gpu, int64_t present, int64_t window, float epsilon, fl
   call.router_weights = its.Address<Bf16>(2, ffi::BF16);
   call.experts = its.last(0);
   call.router_bias = its.Optional<Bf16>(1, ffi::BF16);
-  if (args.size() != its.count() || results.size() != 4) throw std::string("wrong number of arrays");
+  if (args.size() != its.count() || results.size() != 6) throw std::string("wrong number of arrays");
   if (call.group > kMostGroup || rows != call.kv_heads * (call.group + 2) * kDim) throw std::string("wrong heads");
 
   call.x_out = ResultOf<Bf16>(results, 0);
   if (ResultOf<Bf16>(results, 1) != call.cache) throw std::string("the cache is not written in place");
   call.logits = ResultOf<float>(results, 2);
   call.normed = ResultOf<Bf16>(results, 3);
-  call.kept = reinterpret_cast<Kept*>(gpu.kept);
+  call.heads = ResultOf<Bf16>(results, 4);
+  call.attended = ResultOf<Bf16>(results, 5);
   call.window = static_cast<int>(window);
   call.epsilon = epsilon;
   call.router_epsilon = router_epsilon;
+  const int positions = call.page * call.num_pages, seen = window > 0 ? std::min<int64_t>(window, positions) : positions;
+  call.splits = std::clamp((seen + kSplitKeys - 1) / kSplitKeys, 1, kMostSplits);
   return call;
 }
 
 ffi::Error Failed(const std::string& reason) { return ffi::Error::Internal("jmx_one_token: " + reason); }
 
-// Before any launch, and outside of a capture as a CUDA graph: memory is allocated, the kernel loaded.
+// Before any launch, and outside of a capture as a CUDA graph: the kernels are loaded.
 ffi::Error Initialize(int32_t ordinal) {
   try {
     Resources::Get().Find(ordinal);
@@ -167,16 +167,19 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
   try {
     const OfGpu& gpu = Resources::Get().Find(ordinal);
-    Call call = CallOf(gpu, present, window, epsilon, router_epsilon, args, results);
-    const int slot_bytes = SlotBytes(call.hidden, call.kv_heads * call.group * kDim);
-    call.slots = std::min(kMostSlots, (gpu.shared_bytes - static_cast<int>(sizeof(Shared))) / slot_bytes);
-    if (call.slots < kTileRows) throw std::string("rows that do not fit into shared memory");
-    call.inverse = ((1 << 16) + call.slots - 1) / call.slots;
-    const unsigned bytes = sizeof(Shared) + call.slots * slot_bytes;
+    Call call = CallOf(present, window, epsilon, router_epsilon, args, results);
     void* parameters[] = {&call};
-    LaunchAttribute together;
-    const LaunchConfig config{{unsigned(gpu.num_processors), 1, 1}, {kAllThreads, 1, 1}, bytes, stream, &together, 1};
-    Check(driver().launch_together(&config, gpu.function, parameters, nullptr), "cuLaunchKernelEx");
+    Launch launches[kNumKernels];
+    Plan(call, launches);
+    for (int i = 0; i < kNumKernels; ++i) {
+      const auto& [name, ctas, threads, shared_bytes, cluster] = launches[i];
+      LaunchAttribute attributes[2];
+      unsigned number = 0;
+      if (cluster > 1) attributes[number++] = {kCluster, 0, {cluster, 1, 1}};
+      if (i > 0) attributes[number++] = {kOverlap, 0, {1}};
+      const LaunchConfig config{{unsigned(ctas), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared_bytes), stream, attributes, number};
+      Check(driver().launch_extended(&config, gpu.functions[i], parameters, nullptr), "cuLaunchKernelEx");
+    }
   } catch (const std::string& reason) {
     return Failed(reason);
   }

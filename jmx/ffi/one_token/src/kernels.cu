@@ -1,158 +1,135 @@
-// The part of a decoder's layer between two sums of experts, of one token, as one kernel: norm, queries, keys and values,
-// their rotation, the cache, attention, the product of the result, the residual, norm and router.
+// The part of a decoder's layer between two sums of experts, of one token: norm, queries, keys and values, their rotation,
+// the cache, attention, the product of the result, the residual, norm and router.
 //
-// Each SM has one CTA, and all run at once. What one CTA computes and others need goes through the L2 cache, as words that
-// have the number of the launch. Weights are copied to shared memory all the while.
+// Four kernels that overlap: each asks for its weights, or keys, before it waits for the end of the one before. Of the
+// products' CTAs as many run as shared memory holds their tiles, so that memory is never idle, and weights of the next
+// kernel come only when those of the last one have.
 #include "attention.cuh"
+#include "tile.cuh"
 
 namespace jmx {
 
-__device__ __forceinline__ void LoadFloats(const float* from, float (&to)[kVector]) {
-  const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from) + 1);
-  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+// The token's elements of this thread; zeros after the last one.
+__device__ __forceinline__ void LoadVectors(const Bf16* from, int columns, uint4 (&to)[kMostSteps]) {
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    const int at = (i * kThreads + threadIdx.x) * kVector;
+    to[i] = {0, 0, 0, 0};
+    if (at < columns) to[i] = LoadEarly((const void*)(from + at));
+  }
 }
 
-// x times the norm's scale, and its squares, to shared memory.
-__device__ __forceinline__ void LoadToken(const Call& call, Shared& shared) {
-  const int warp = threadIdx.x / 32, at = threadIdx.x * kVector;
+__device__ __forceinline__ void LoadScale(const float* from, int columns, Elements& to) {
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    const int at = (i * kThreads + threadIdx.x) * kVector;
+    uint4 a = {}, b = {};
+    if (at < columns) a = LoadEarly((const void*)(from + at)), b = LoadEarly((const void*)(from + at + 4));
+    to.of[i][0] = __uint_as_float(a.x), to.of[i][1] = __uint_as_float(a.y), to.of[i][2] = __uint_as_float(a.z);
+    to.of[i][3] = __uint_as_float(a.w), to.of[i][4] = __uint_as_float(b.x), to.of[i][5] = __uint_as_float(b.y);
+    to.of[i][6] = __uint_as_float(b.z), to.of[i][7] = __uint_as_float(b.w);
+  }
+}
+
+// The scaled token, in place of the scale. Returns the sum of its squares before.
+__device__ __forceinline__ float Scale(const uint4 (&x)[kMostSteps], Elements& scale) {
   float squares = 0;
-  if (at < call.hidden) {
-    float x[kVector], scale[kVector];
-    const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(call.x + at));
-    LoadFloats(call.scale + at, scale);
-    Unpack(loaded, x);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) squares += x[j] * x[j], x[j] *= scale[j];
-    StoreVector(shared, at, x);
-  }
-  squares = WarpSum(squares);
-  if (threadIdx.x % 32 == 0) shared.squares[warp] = squares;
-}
-
-// Queries, keys and values. Each thread finishes a row.
-__device__ __forceinline__ void ComputeHeads(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
-  const int row = plan.heads.first + threadIdx.x;
-  const bool finishes = (int)threadIdx.x < plan.heads.count;
-  const float bias = finishes && call.heads_bias != nullptr ? Wide(call.heads_bias[row]) : 0;
-  MultiplyRows<true>(call, plan, shared, 0, plan.heads.count, call.hidden);
-  Sync();
-  if (!finishes) return;
-  float sum = 0;
+  for (int i = 0; i < kMostSteps; ++i) {
+    float its[kVector];
+    Unpack(x[i], its);
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += shared.squares[i];
-  const float value = Product(shared, threadIdx.x) * rsqrtf(sum / call.hidden + call.epsilon) + bias;
-  Send(call.kept->heads + row, __float_as_uint(Wide(Narrow(value))), launch);
-}
-
-// The residual stream with attention's result. Each thread finishes a row; two are a word.
-__device__ __forceinline__ void ComputeOut(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
-  const int columns = call.kv_heads * call.group * kDim, row = plan.out.first + threadIdx.x;
-  const bool finishes = (int)threadIdx.x < plan.out.count;
-  float before = 0, bias = 0;
-  if (finishes) {
-    before = Wide(call.x[row]);
-    if (call.out_bias != nullptr) bias = Wide(call.out_bias[row]);
+    for (int j = 0; j < kVector; ++j) squares += its[j] * its[j], scale.of[i][j] *= its[j];
   }
-  // Some threads have two vectors, whose loads are on their way together.
-  const int at = threadIdx.x * kVector, next = at + kThreads * kVector;
-  const Word* words = call.kept->attended;
-  uint4 first, second;
-  if (next < columns) {
-    bool all;
-    do {
-      all = Receive(words + at / 2, launch, first);
-      all &= Receive(words + next / 2, launch, second);
-    } while (!all);
-    *reinterpret_cast<uint4*>(&shared.vector[0][next]) = second;
-  } else if (at < columns) {
-    while (!Receive(words + at / 2, launch, first)) {
-    }
-  }
-  if (at < columns) *reinterpret_cast<uint4*>(&shared.vector[0][at]) = first;
-  Sync();
-  MultiplyRows<false>(call, plan, shared, plan.heads.count, plan.out.count, columns);
-  Sync();
-  if (threadIdx.x >= kMostRows) return;
-  const float value = finishes ? before + Wide(Narrow(Product(shared, threadIdx.x) + bias)) : 0;
-  const float other = __shfl_xor_sync(~0u, value, 1);
-  if (!finishes) return;
-  if (row % 2 == 0) Send(call.kept->x + row / 2, Pack(value, other), launch);
-  call.x_out[row] = Narrow(value);
-}
-
-// The router's logits, and the normed token. Each thread has one vector of it.
-__device__ __forceinline__ void ComputeRouter(const Call& call, const Plan& plan, Shared& shared, u32 launch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = threadIdx.x;
-  const bool inside = at * kVector < call.hidden;
-  float scale[kVector] = {}, xs[kVector] = {}, squares = 0, rate = 0, bias = 0;
-  if ((int)threadIdx.x < plan.router && call.router_bias != nullptr)
-    bias = Wide(call.router_bias[blockIdx.x + threadIdx.x * gridDim.x]);  // of the row that this thread finishes
-  if (inside) {
-    LoadFloats(call.router_scale + at * kVector, scale);
-    uint4 loaded;
-    while (!Receive(call.kept->x + at * kVector / 2, launch, loaded)) {
-    }
-    Unpack(loaded, xs);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) squares += xs[j] * xs[j], xs[j] *= scale[j];
-  }
-  squares = WarpSum(squares);
-  for (int i = 0; i < max(1, plan.router); ++i) {
-    float dot = 0;
-    if (i < plan.router) {
-      const Place place(call, plan.heads.count + plan.out.count + i);
-      Wait(&shared.full[place.slot], place.parity);
-      if (inside) {
-        float w[kVector];
-        Unpack(reinterpret_cast<const uint4*>(Slot(shared, plan, place.slot))[at], w);
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) dot += w[j] * xs[j];
-      }
-      dot = WarpSum(dot);
-    }
-    if (i > 0) Sync();
-    if (lane == 0) shared.squares[warp] = squares, shared.dots[warp] = dot;
-    Sync();
-    float sum = 0, product = 0;
-#pragma unroll
-    for (int k = 0; k < kWarps; ++k) sum += shared.squares[k], product += shared.dots[k];
-    rate = rsqrtf(sum / call.hidden + call.router_epsilon);
-    if ((int)threadIdx.x == i && i < plan.router) call.logits[blockIdx.x + i * gridDim.x] = product * rate + bias;
-  }
-  if (inside && at % gridDim.x == blockIdx.x) {
-    uint4 packed;
-    packed.x = Pack(xs[0] * rate, xs[1] * rate), packed.y = Pack(xs[2] * rate, xs[3] * rate);
-    packed.z = Pack(xs[4] * rate, xs[5] * rate), packed.w = Pack(xs[6] * rate, xs[7] * rate);
-    reinterpret_cast<uint4*>(call.normed)[at] = packed;
-  }
+  return squares;
 }
 
 }  // namespace jmx
 
-extern "C" __global__ void __launch_bounds__(jmx::kAllThreads, 1) jmx_one_token(const __grid_constant__ jmx::Call call) {
+// Queries, keys and values, before their rotation.
+extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_heads(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
-  Shared& shared = *reinterpret_cast<Shared*>(SharedMemory());
-  const Plan plan(call);
-  if (threadIdx.x >= kThreads) {
-    if (threadIdx.x == kThreads) {
-      for (int i = 0; i < call.slots; ++i) InitBarrier(&shared.full[i], 1), InitBarrier(&shared.empty[i], kWarps);
-      FenceBarriers();
-    }
-    __syncwarp();
-    ArriveAtStart();
-    if (threadIdx.x == kThreads) CopyRows(call, plan, shared);
-    return;
+  BeginNext();
+  uint4 x[kMostSteps];
+  LoadVectors(call.x, call.hidden, x);
+  Elements scaled;
+  LoadScale(call.scale, call.hidden, scaled);
+  Tile<kHeadsRows, kHeadsParts> tile(call.heads_weights, call.hidden);
+  const int row = tile.Row() + threadIdx.x % kHeadsRows;
+  const float bias = call.heads_bias != nullptr ? Wide(LoadEarly(call.heads_bias + row)) : 0;
+  float squares = Scale(x, scaled);
+  const float product = tile.Multiply(scaled, squares);
+  if (threadIdx.x < kHeadsRows)
+    call.heads[row] = Narrow(product * rsqrtf(squares / call.hidden + call.epsilon) + bias);
+}
+
+extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)
+    jmx_one_token_attention(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  BeginNext();
+  AttentionShared& shared = *reinterpret_cast<AttentionShared*>(SharedMemory());
+  Attention attention(call, shared, __ldg(call.position));
+  attention.Begin();
+  AwaitLast();
+  attention.Run();
+}
+
+// The residual stream with attention's result.
+extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_out(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  BeginNext();
+  const int columns = call.kv_heads * call.group * kDim;
+  Tile<kOutRows, kOutParts> tile(call.out_weights, columns);
+  const int row = tile.Row() + threadIdx.x % kOutRows;
+  const float before = Wide(LoadEarly(call.x + row));
+  const float bias = call.out_bias != nullptr ? Wide(LoadEarly(call.out_bias + row)) : 0;
+  AwaitLast();
+  uint4 loaded[kMostSteps];
+  LoadVectors(call.attended, columns, loaded);
+  Elements x;
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) Unpack(loaded[i], x.of[i]);
+  float squares = 0;
+  const float product = tile.Multiply(x, squares);
+  if (threadIdx.x < kOutRows) call.x_out[row] = Narrow(before + Wide(Narrow(product + bias)));
+}
+
+// The router's logits, one a CTA, and the normed token, of which each CTA stores some vectors.
+extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_router(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  float(&of_warps)[kWarps][2] = *reinterpret_cast<float(*)[kWarps][2]>(SharedMemory());
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint4 weights[kMostSteps], x[kMostSteps];
+  LoadVectors(call.router_weights + (long long)blockIdx.x * call.hidden, call.hidden, weights);
+  Elements scaled;
+  LoadScale(call.router_scale, call.hidden, scaled);
+  const float bias = call.router_bias != nullptr ? Wide(LoadEarly(call.router_bias + blockIdx.x)) : 0;
+  AwaitLast();
+  LoadVectors(call.x_out, call.hidden, x);
+  float squares = WarpSum(Scale(x, scaled)), dot = 0;
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    float w[kVector];
+    Unpack(weights[i], w);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) dot += w[j] * scaled.of[i][j];
   }
-  const int position = __ldg(call.position);
-  const u32 launch = Launches(call.kept) + 1;
-  LoadToken(call, shared);
-  SyncStart();
-  Attention attention(call, shared, launch, position);
-  if (attention.Takes()) attention.Begin();
-  ComputeHeads(call, plan, shared, launch);
-  if (attention.Takes()) attention.Run();
-  ComputeOut(call, plan, shared, launch);
-  ComputeRouter(call, plan, shared, launch);
-  // This CTA has words of all others, so that all know the number of this launch.
-  if (blockIdx.x == 0 && threadIdx.x == 0) call.kept->launches = launch;
+  dot = WarpSum(dot);
+  if (lane == 0) of_warps[warp][0] = squares, of_warps[warp][1] = dot;
+  __syncthreads();
+  squares = dot = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) squares += of_warps[i][0], dot += of_warps[i][1];
+  const float rate = rsqrtf(squares / call.hidden + call.router_epsilon);
+  if (threadIdx.x == 0) call.logits[blockIdx.x] = dot * rate + bias;
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    const int at = i * kThreads + threadIdx.x;
+    if (at * kVector >= call.hidden || at % gridDim.x != blockIdx.x) continue;
+    const float(&its)[kVector] = scaled.of[i];
+    uint4 packed;
+    packed.x = Pack(its[0] * rate, its[1] * rate), packed.y = Pack(its[2] * rate, its[3] * rate);
+    packed.z = Pack(its[4] * rate, its[5] * rate), packed.w = Pack(its[6] * rate, its[7] * rate);
+    reinterpret_cast<uint4*>(call.normed)[at] = packed;
+  }
 }

@@ -38,18 +38,6 @@ __device__ __forceinline__ void Wait(u64* barrier, u32 parity) {
   } while (!done);
 }
 
-// As Wait, for lanes that wait for different barriers: try_wait would suspend them all.
-__device__ __forceinline__ void WaitEach(u64* barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(SharedAddress(barrier)), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-
 // Copies bytes, a multiple of 16; the barrier arrives once, when they have.
 __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes) : "memory");
@@ -59,40 +47,39 @@ __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64*
                : "memory");
 }
 
-// Of the warps that multiply.
-__device__ __forceinline__ void Sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+// Kernels of one stream that overlap: the next one may begin, and the last one has ended.
+__device__ __forceinline__ void BeginNext() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void AwaitLast() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Of all warps; the one that copies does not wait.
-__device__ __forceinline__ void SyncStart() { asm volatile("bar.sync 2, %0;" ::"n"(kAllThreads) : "memory"); }
-__device__ __forceinline__ void ArriveAtStart() { asm volatile("bar.arrive 2, %0;" ::"n"(kAllThreads) : "memory"); }
-
-// Words in global memory, by which CTAs wait for each other
-
-__device__ __forceinline__ void Send(Word* to, u32 data, u32 launch) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((Word)launch << 32 | data) : "memory");
+// Of all threads of a cluster.
+__device__ __forceinline__ void SyncCluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Whether four words are those of this launch; then `data` has them.
-__device__ __forceinline__ bool Receive(const Word* from, u32 launch, uint4& data) {
-  Word a, b, c, d;
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from + 2) : "memory");
-  data = {(u32)a, (u32)b, (u32)c, (u32)d};
-  const u32 other = (u32)(a >> 32) ^ launch | (u32)(b >> 32) ^ launch | (u32)(c >> 32) ^ launch | (u32)(d >> 32) ^ launch;
-  return other == 0;
+// What another CTA of the cluster has where this one has `at`.
+__device__ __forceinline__ float LoadOf(u32 cta, const float* at) {
+  u32 its;
+  float v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its) : "r"(SharedAddress(at)), "r"(cta));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(its) : "memory");
+  return v;
 }
 
-__device__ __forceinline__ bool Receive(const Word* from, u32 launch, float& data) {
-  Word word;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-  data = __uint_as_float((u32)word);
-  return word >> 32 == launch;
+// Loads that stay where they are written: ptxas moves none over a barrier.
+__device__ __forceinline__ uint4 LoadEarly(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
 }
-
-__device__ __forceinline__ u32 Launches(const Kept* kept) {
-  u32 number;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(&kept->launches) : "memory");
-  return number;
+__device__ __forceinline__ float LoadEarly(const float* from) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ Bf16 LoadEarly(const Bf16* from) {
+  Bf16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
+  return v;
 }
 
 // Arithmetic
