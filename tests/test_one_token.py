@@ -1,4 +1,4 @@
-"""The kernel of one token up to the router: on emulated threads, its definition, and where models use it."""
+"""The kernels of one token up to the router: on emulated threads, their definition, and where models use them."""
 
 import ctypes
 import pathlib
@@ -20,6 +20,7 @@ from jmx.ffi import nvrtc
 from jmx.ffi.one_token import call, library
 from jmx.models import one_token
 from jmx.models.paged_cache import PagedLayer, Places
+from jmx.pallas.few_rows import choice
 from jmx.selection.environment import Environment
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -75,9 +76,16 @@ def operands(
     )
 
 
+def defined(given: call.Operands, window: int | None) -> call.Results:
+    """The results of the definition."""
+    names = tuple(name for name, array in given._asdict().items() if array is not None)
+    arrays = (array for array in given if array is not None)
+    return call.Results(*jax.jit(call.OneToken(names, window, *EPSILONS).define)(*arrays))
+
+
 def check(got: call.Results, given: call.Operands, window: int | None) -> None:
     """Results are those of the definition but for rounding, and nothing else in the cache changed."""
-    expected, before = jax.jit(partial(call.run, window, *EPSILONS))(given), given.cache
+    expected, before = defined(given, window), given.cache
     for its, other in zip((got.x, got.logits, got.normed), (expected.x, expected.logits, expected.normed), strict=True):
         assert relative_error(np.asarray(its, np.float32), np.asarray(other, np.float32)) <= 1e-2
     cache, other, before = (np.asarray(its, np.float32) for its in (got.cache, expected.cache, before))
@@ -86,7 +94,7 @@ def check(got: call.Results, given: call.Operands, window: int | None) -> None:
     assert relative_error(cache[written], other[written]) <= 1e-2
 
 
-# The kernel's source, on this CPU
+# The kernels' source, on this CPU
 
 POINTERS = [
     "x",
@@ -130,7 +138,7 @@ class Arguments(ctypes.Structure):
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel as a function of this CPU."""
+    """The kernels as a function of this CPU."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -145,7 +153,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, splits: int, seed: int) -> call.Results:
-    """The results of the kernel's source on this CPU."""
+    """The results of the kernels' source on this CPU."""
 
     def bits(array: Any) -> np.ndarray:
         found = np.array(array)
@@ -231,7 +239,7 @@ def test_sizes_are_those_of_the_source():
 
 
 @pytest.mark.aot
-def test_the_kernel_compiles_for_hopper():
+def test_the_kernels_compile_for_hopper():
     try:
         image = nvrtc.compile_kernels(SOURCES, library.HEADERS, "sm_90a")
     except OSError as e:
@@ -239,7 +247,38 @@ def test_the_kernel_compiles_for_hopper():
     assert b"jmx_one_token" in image
 
 
-# Where it is used
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(Environment.probe().compute_capability != choice.CAPABILITY, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (128, {}),
+        (None, {}),
+        (None, {"page": 128}),
+        (128, {"page": 128, "position": 127}),
+        (None, {"position": 0}),
+        (128, {"position": 0, "bias": False, "sinks": False}),
+        (None, {"capacity": 8192, "position": 8191}),
+        (None, {"capacity": 8192, "position": 9000, "bias": False}),
+        (None, {"hidden": 1024, "kv_heads": 2, "group": 4, "experts": 32, "position": 300}),
+        (3, {"hidden": 4096, "experts": 300, "position": 200}),
+    ],
+)
+def test_the_kernels_compute_their_definition_on_a_gpu(rng, window, options):
+    fault = library.library().fault
+    if fault is not None:
+        pytest.skip(fault)
+    sizes = {"hidden": 2880, "kv_heads": 8, "group": 8, "experts": 128, "capacity": 1152, "position": 1100}
+    given = operands(rng, **sizes | options)
+    step = jax.jit(partial(call.run, window, *EPSILONS))
+    assert library.TARGET in step.lower(given).as_text()
+    check(step(given), given, window)
+
+
+# Where they are used
 
 
 @pytest.mark.parametrize(
@@ -274,7 +313,7 @@ def test_other_machines_and_types_are_rejected(rng):
 
 @pytest.fixture
 def by_definition(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Models call the kernel wherever its operands fit, computed by its definition; windows of the calls traced."""
+    """Models call the kernels wherever their operands fit, by their definition; windows of the calls traced."""
     traced: list[int | None] = []
 
     def run(window: int | None, *rest: Any) -> call.Results:

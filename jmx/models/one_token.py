@@ -1,4 +1,4 @@
-"""A layer of one token up to its router by one kernel, for modules of `jmx.models`, where that is possible."""
+"""A layer of one token up to its router by four overlapping kernels, for modules of `jmx.models`, where possible."""
 
 from typing import Any, NamedTuple
 

@@ -1,1 +1,1 @@
-"""A token's way from one sum of experts to the next router by one kernel in C++, for Hopper GPUs."""
+"""A token's way from one sum of experts to the next router by four kernels in C++ that overlap, for Hopper GPUs."""

@@ -1,4 +1,4 @@
-"""The part of a decoder's layer between two sums of experts, of one token: by one kernel on a Hopper GPU.
+"""A decoder's layer of one token between two sums of experts: by four kernels that overlap on a Hopper GPU.
 
 Norm, queries, keys and values, their rotation, the cache, attention, the product of the result, the residual, norm and
 router. Derivatives are those of the definition, in plain jnp.
@@ -80,7 +80,7 @@ class Results(NamedTuple):
 
 
 def reject_reason(given: Operands, environment: Environment) -> str | None:
-    """Why the kernel does not take operands, of shapes that fit each other, on a machine; None if it does."""
+    """Why the kernels do not take operands, of shapes that fit each other, on a machine; None if they do."""
     if environment.compute_capability != CAPABILITY:
         capability = environment.compute_capability
         this = environment.platform if capability is None else ".".join(map(str, capability))

@@ -1,4 +1,4 @@
-"""Loads the library of the kernel on first use, compiles the kernel, and registers its handler with XLA."""
+"""Loads the library of a token's kernels on first use, compiles them, and registers their handler with XLA."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ from jmx.ffi import nvrtc
 from jmx.ffi.library import load, load_fault, warn_of_fault
 
 TARGET = "jmx_one_token"  # name of the custom call
-CAPABILITY = "9.0"  # of the GPUs that the kernel is for
+CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
@@ -22,14 +22,14 @@ HEADERS = ("call.h", "primitives.cuh", "tile.cuh", "attention.cuh")
 
 
 class Library(NamedTuple):
-    """The outcome of loading; `fault`: why the kernel cannot run in this process, or None."""
+    """The outcome of loading; `fault`: why the kernels cannot run in this process, or None."""
 
     fault: str | None = None
 
 
 @functools.cache
 def library() -> Library:
-    """Loads the library, compiles the kernel for the first GPU, and registers the handler with XLA, once.
+    """Loads the library, compiles the kernels for the first GPU, and registers the handler with XLA, once.
 
     A library that is present and does not load is a warning.
     """
