@@ -1,4 +1,5 @@
-// Attention of one token: a CTA has a key head, or a split of its keys, and all queries of that head. Splits are a cluster.
+// Attention of one token: a CTA has a key head, or a split of its keys, and all queries of that head. Splits are a
+// cluster.
 #pragma once
 
 #include "primitives.cuh"

@@ -60,20 +60,21 @@ constexpr int kBeforeRows = 512;
 
 // One of the kernels, in their order. Each but the first may begin before the one before it has ended.
 struct Launch {
-  const char* kernel;
   int ctas, threads, shared_bytes;
   int cluster;  // CTAs of a cluster
 };
 
 constexpr int kNumKernels = 4;
+constexpr const char* kKernels[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention", "jmx_one_token_out",
+                                               "jmx_one_token_router"};
 
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
   const auto bytes = [](int rows, int columns) { return kBeforeRows + rows * columns * 2; };
-  launches[0] = {"jmx_one_token_heads", rows / kHeadsRows, kThreads, bytes(kHeadsRows, call.hidden), 1};
-  launches[1] = {"jmx_one_token_attention", call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
-  launches[2] = {"jmx_one_token_out", call.hidden / kOutRows, kThreads, bytes(kOutRows, columns), 1};
-  launches[3] = {"jmx_one_token_router", call.experts, kThreads, sizeof(float[kWarps][2]), 1};
+  launches[0] = {rows / kHeadsRows, kThreads, bytes(kHeadsRows, call.hidden), 1};
+  launches[1] = {call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
+  launches[2] = {call.hidden / kOutRows, kThreads, bytes(kOutRows, columns), 1};
+  launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};
 }
 
 }  // namespace jmx

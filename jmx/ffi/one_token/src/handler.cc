@@ -15,11 +15,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kMostShared = 8, kCarveout = 9;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._PREFERRED_SHARED_...
-constexpr int kCluster = 4, kOverlap = 6;  // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
+// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+constexpr int kMostShared = 8, kCarveout = 9;
+// CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr int kCluster = 4, kOverlap = 6;
 constexpr int kSharedBytes = 227 << 10;  // that a CTA of a Hopper GPU may have
-constexpr const char* kNames[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention", "jmx_one_token_out",
-                                             "jmx_one_token_router"};
 
 struct OfGpu {
   Function functions[kNumKernels] = {};
@@ -48,7 +48,7 @@ class Resources {
     Check(driver().load(&module, image_.data()), "cuModuleLoadData");
     for (int i = 0; i < kNumKernels; ++i) {
       Function& function = loaded.functions[i];
-      Check(driver().function(&function, module, kNames[i]), "cuModuleGetFunction");
+      Check(driver().function(&function, module, kKernels[i]), "cuModuleGetFunction");
       // All with the same share of an SM's memory, so that they run on it at the same time.
       Check(driver().set_attribute(function, kCarveout, 100), "cuFuncSetAttribute");
       if (i % 2 == 0) Check(driver().set_attribute(function, kMostShared, kSharedBytes), "cuFuncSetAttribute");
@@ -146,7 +146,8 @@ Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon
   call.window = static_cast<int>(window);
   call.epsilon = epsilon;
   call.router_epsilon = router_epsilon;
-  const int positions = call.page * call.num_pages, seen = window > 0 ? std::min<int64_t>(window, positions) : positions;
+  const int positions = call.page * call.num_pages;
+  const int seen = window > 0 ? std::min<int64_t>(window, positions) : positions;
   call.splits = std::clamp((seen + kSplitKeys - 1) / kSplitKeys, 1, kMostSplits);
   return call;
 }
@@ -172,12 +173,13 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
     Launch launches[kNumKernels];
     Plan(call, launches);
     for (int i = 0; i < kNumKernels; ++i) {
-      const auto& [name, ctas, threads, shared_bytes, cluster] = launches[i];
+      const auto& [ctas, threads, shared_bytes, cluster] = launches[i];
       LaunchAttribute attributes[2];
       unsigned number = 0;
       if (cluster > 1) attributes[number++] = {kCluster, 0, {cluster, 1, 1}};
       if (i > 0) attributes[number++] = {kOverlap, 0, {1}};
-      const LaunchConfig config{{unsigned(ctas), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared_bytes), stream, attributes, number};
+      const LaunchConfig config{
+          {unsigned(ctas), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared_bytes), stream, attributes, number};
       Check(driver().launch_extended(&config, gpu.functions[i], parameters, nullptr), "cuLaunchKernelEx");
     }
   } catch (const std::string& reason) {

@@ -1,5 +1,5 @@
-// The part of a decoder's layer between two sums of experts, of one token: norm, queries, keys and values, their rotation,
-// the cache, attention, the product of the result, the residual, norm and router.
+// The part of a decoder's layer between two sums of experts, of one token: norm, queries, keys and values, their
+// rotation, the cache, attention, the product of the result, the residual, norm and router.
 //
 // Four kernels that overlap: each asks for its weights, or keys, before it waits for the end of the one before. Of the
 // products' CTAs as many run as shared memory holds their tiles, so that memory is never idle, and weights of the next
@@ -47,7 +47,8 @@ __device__ __forceinline__ float Scale(const uint4 (&x)[kMostSteps], Elements& s
 }  // namespace jmx
 
 // Queries, keys and values, before their rotation.
-extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_heads(const __grid_constant__ jmx::Call call) {
+extern "C" __global__ void __launch_bounds__(jmx::kThreads)
+    jmx_one_token_heads(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
   uint4 x[kMostSteps];
@@ -75,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)
 }
 
 // The residual stream with attention's result.
-extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_out(const __grid_constant__ jmx::Call call) {
+extern "C" __global__ void __launch_bounds__(jmx::kThreads)
+    jmx_one_token_out(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
   const int columns = call.kv_heads * call.group * kDim;
@@ -95,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_out(co
 }
 
 // The router's logits, one a CTA, and the normed token, of which each CTA stores some vectors.
-extern "C" __global__ void __launch_bounds__(jmx::kThreads) jmx_one_token_router(const __grid_constant__ jmx::Call call) {
+extern "C" __global__ void __launch_bounds__(jmx::kThreads)
+    jmx_one_token_router(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   float(&of_warps)[kWarps][2] = *reinterpret_cast<float(*)[kWarps][2]>(SharedMemory());
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -14,8 +14,8 @@ struct Elements {
 template <int rows, int parts>
 class Tile {
  public:
-  // Asks for the rows, which are copied to shared memory; each warp for every kWarps-th part, as a copy takes 0.3 us of the
-  // thread that asks for it.
+  // Asks for the rows, which are copied to shared memory; each warp for every kWarps-th part, as a copy takes 0.3 us of
+  // the thread that asks for it.
   __device__ Tile(const Bf16* weights, int columns) : columns_(columns) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < parts; ++i) InitBarrier(Full() + i, 1);
@@ -25,13 +25,14 @@ class Tile {
     const int bytes = rows / parts * columns * 2;
     if (threadIdx.x % 32 == 0)
       for (int i = threadIdx.x / 32; i < parts; i += kWarps)
-        Copy(SharedMemory() + kBeforeRows + i * bytes, weights + (long long)Row() * columns + i * (bytes / 2), bytes, Full() + i);
+        Copy(SharedMemory() + kBeforeRows + i * bytes, weights + (long long)Row() * columns + i * (bytes / 2), bytes,
+             Full() + i);
   }
 
   // The tile's first row.
   __device__ static int Row() { return blockIdx.x * rows; }
 
-  // The row's product in each of the first rows threads, `squares` becomes the sum of all threads'.
+  // A row's product in each of the first `rows` threads; `squares` becomes the sum of all threads'.
   __device__ float Multiply(const Elements& x, float& squares) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, vectors = columns_ / kVector;
     float sums[rows];
