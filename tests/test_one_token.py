@@ -17,8 +17,8 @@ from model_steps import decode_step, relative_error
 from test_few_rows import draw, tiny_model
 
 from jmx.ffi import nvrtc
-from jmx.ffi.one_token import call, library
-from jmx.models import one_token
+from jmx.ffi.one_token import library
+from jmx.models.one_token import call, sublayer
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.pallas.few_rows import choice
 from jmx.selection.environment import Environment
@@ -323,7 +323,7 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     plain = call.run
     monkeypatch.setattr(call, "run", run)
     monkeypatch.setattr(call, "reject_reason", lambda *_: None)
-    monkeypatch.setattr(one_token, "library", library.Library)
+    monkeypatch.setattr(sublayer, "library", library.Library)
     return traced
 
 

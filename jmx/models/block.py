@@ -14,7 +14,7 @@ from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import MLP, Linear, RMSNorm, Variables
 from jmx.models.model_split import ModelSplit
-from jmx.models.one_token import Routed, attend_and_route
+from jmx.models.one_token.sublayer import Routed, attend_and_route
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.models.per_device import on_each_device
 from jmx.models.shared_experts import SharedExperts

@@ -62,7 +62,7 @@ class Resources {
   std::map<int, OfGpu> gpus_;
 };
 
-// Arguments in the order of jmx/ffi/one_token/call.py; `present` has a bit for each that may be left out.
+// Arguments in the order of jmx/models/one_token/call.py; `present` has a bit for each that may be left out.
 class Arguments {
  public:
   Arguments(ffi::RemainingArgs args, int64_t present) : args_(args), present_(present) {}
@@ -105,7 +105,7 @@ T* ResultOf(ffi::RemainingRets results, size_t number) {
   return static_cast<T*>((*found)->untyped_data());
 }
 
-// Throws where the arguments are not those of jmx/ffi/one_token/call.py.
+// Throws where the arguments are not those of jmx/models/one_token/call.py.
 Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon, ffi::RemainingArgs args,
             ffi::RemainingRets results) {
   Call call{};

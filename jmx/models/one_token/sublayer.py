@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 
 import jmx
-from jmx.ffi.one_token import call
 from jmx.ffi.one_token.library import library
 from jmx.models.attention.module import Attention
 from jmx.models.layers import Linear, RMSNorm
+from jmx.models.one_token import call
 from jmx.models.paged_cache import PagedLayer
 
 
