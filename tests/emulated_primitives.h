@@ -57,7 +57,7 @@ struct Warp {
 struct Cta {
   std::vector<unsigned char> memory;
   std::vector<Warp> warps;
-  Meeting meeting;
+  Meeting meeting, products;
 };
 struct Copying {
   void* to;
@@ -214,6 +214,7 @@ inline void Copy(void* to, const void* from, u32 bytes, u64* at) {
   Arrive(at);
   emulated::copying.push_back({to, from, bytes, at});
 }
+inline void Sync() { emulated::Meet(emulated::ThisCta().products, kThreads); }
 inline void BeginNext() {}
 inline void AwaitLast() {}
 inline void SyncCluster() { emulated::Meet(emulated::of_cluster, emulated::ctas.size() * emulated::num_threads); }

@@ -7,8 +7,8 @@ typedef unsigned short Bf16;  // its bits
 
 constexpr int kVector = 8;  // elements in 16 bytes
 constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA of products
-constexpr int kHeadsRows = 8, kHeadsParts = 8;  // of a matrix, for one CTA, and the copies by which they come
-constexpr int kOutRows = 8, kOutParts = 8;
+constexpr int kHeadsRows = 8, kHeadsParts = 1;  // of a matrix, for one CTA, and the copies by which they come
+constexpr int kOutRows = 8, kOutParts = 8, kOutAhead = 2;
 constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
@@ -73,7 +73,7 @@ inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const auto bytes = [](int rows, int columns) { return kBeforeRows + rows * columns * 2; };
   launches[0] = {rows / kHeadsRows, kThreads, bytes(kHeadsRows, call.hidden), 1};
   launches[1] = {call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
-  launches[2] = {call.hidden / kOutRows, kThreads, bytes(kOutRows, columns), 1};
+  launches[2] = {call.hidden / kOutRows, kThreads + 32, bytes(kOutRows, columns), 1};
   launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};
 }
 

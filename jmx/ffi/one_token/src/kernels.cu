@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads)
   Elements scaled;
   LoadScale(call.scale, call.hidden, scaled);
   Tile<kHeadsRows, kHeadsParts> tile(call.heads_weights, call.hidden);
+  tile.Ask();
   const int row = tile.Row() + threadIdx.x % kHeadsRows;
   const float bias = call.heads_bias != nullptr ? Wide(LoadEarly(call.heads_bias + row)) : 0;
   float squares = Scale(x, scaled);
@@ -67,21 +68,30 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads)
 extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)
     jmx_one_token_attention(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
+#ifndef LATE
   BeginNext();
+#endif
   AttentionShared& shared = *reinterpret_cast<AttentionShared*>(SharedMemory());
   Attention attention(call, shared, __ldg(call.position));
   attention.Begin();
   AwaitLast();
+#ifdef LATE
+  BeginNext();
+#endif
   attention.Run();
 }
 
 // The residual stream with attention's result.
-extern "C" __global__ void __launch_bounds__(jmx::kThreads)
+extern "C" __global__ void __launch_bounds__(jmx::kThreads + 32)
     jmx_one_token_out(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
   const int columns = call.kv_heads * call.group * kDim;
   Tile<kOutRows, kOutParts> tile(call.out_weights, columns);
+  if (threadIdx.x >= kThreads) {
+    if (threadIdx.x == kThreads) tile.AskInTurn(kOutAhead);
+    return;
+  }
   const int row = tile.Row() + threadIdx.x % kOutRows;
   const float before = Wide(LoadEarly(call.x + row));
   const float bias = call.out_bias != nullptr ? Wide(LoadEarly(call.out_bias + row)) : 0;

@@ -14,19 +14,27 @@ struct Elements {
 template <int rows, int parts>
 class Tile {
  public:
-  // Asks for the rows, which are copied to shared memory; each warp for every kWarps-th part, as a copy takes 0.3 us of
-  // the thread that asks for it.
-  __device__ Tile(const Bf16* weights, int columns) : columns_(columns) {
+  __device__ Tile(const Bf16* weights, int columns) : weights_(weights), columns_(columns) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < parts; ++i) InitBarrier(Full() + i, 1);
       FenceBarriers();
     }
     __syncthreads();
-    const int bytes = rows / parts * columns * 2;
+  }
+
+  // Asks for all rows, which are copied to shared memory; each warp for every kWarps-th part, as a copy takes 0.3 us of
+  // the thread that asks for it.
+  __device__ void Ask() const {
     if (threadIdx.x % 32 == 0)
-      for (int i = threadIdx.x / 32; i < parts; i += kWarps)
-        Copy(SharedMemory() + kBeforeRows + i * bytes, weights + (long long)Row() * columns + i * (bytes / 2), bytes,
-             Full() + i);
+      for (int i = threadIdx.x / 32; i < parts; i += kWarps) Ask(i);
+  }
+
+  // The same by one thread, with so many parts on their way at a time.
+  __device__ void AskInTurn(int most) const {
+    for (int i = 0; i < parts; ++i) {
+      if (i >= most) Wait(Full() + i - most, 0);
+      Ask(i);
+    }
   }
 
   // The tile's first row.
@@ -60,7 +68,7 @@ class Tile {
       for (int row = 0; row < rows; ++row) of_warps[warp][row] = sums[row];
       of_warps[warp][rows] = squares;
     }
-    __syncthreads();
+    Sync();
     float sum = 0;
     squares = 0;
 #pragma unroll
@@ -71,6 +79,13 @@ class Tile {
  private:
   __device__ static u64* Full() { return reinterpret_cast<u64*>(SharedMemory()); }
 
+  __device__ void Ask(int part) const {
+    const int bytes = rows / parts * columns_ * 2;
+    Copy(SharedMemory() + kBeforeRows + part * bytes, weights_ + (long long)Row() * columns_ + part * (bytes / 2), bytes,
+         Full() + part);
+  }
+
+  const Bf16* const weights_;
   const int columns_;
 };
 
