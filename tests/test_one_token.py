@@ -131,6 +131,7 @@ class Arguments(ctypes.Structure):
             ("part_stride", ctypes.c_longlong),
             ("window", ctypes.c_int),
             ("splits", ctypes.c_int),
+            ("processors", ctypes.c_int),
         ]
         + [("epsilon", ctypes.c_float), ("router_epsilon", ctypes.c_float)]
     )
@@ -152,7 +153,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, splits: int, seed: int) -> call.Results:
+def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, splits: int, processors: int, seed: int) -> call.Results:
     """The results of the kernels' source on this CPU."""
 
     def bits(array: Any) -> np.ndarray:
@@ -190,6 +191,7 @@ def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, 
         part_stride=given.cache.size // 2,
         window=window or 0,
         splits=splits,
+        processors=processors,
         epsilon=EPSILONS[0],
         router_epsilon=EPSILONS[1],
     )
@@ -225,7 +227,7 @@ def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, 
 def test_the_kernels_on_emulated_threads_compute_their_definition(rng, emulator, splits, window, options):
     given = operands(rng, **options)
     seed = int(rng.integers(1 << 30))
-    check(emulate(emulator, given, window, splits=splits, seed=seed), given, window)
+    check(emulate(emulator, given, window, splits=splits, processors=int(rng.integers(1, 9)), seed=seed), given, window)
 
 
 def test_sizes_are_those_of_the_source():

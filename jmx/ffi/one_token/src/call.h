@@ -7,7 +7,9 @@ typedef unsigned short Bf16;  // its bits
 
 constexpr int kVector = 8;  // elements in 16 bytes
 constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA of products
-constexpr int kHeadsRows = 8, kHeadsParts = 1;  // of a matrix, for one CTA, and the copies by which they come
+// Of the first matrix: rows that are copied at once, groups of them in shared memory, rows of a CTA, CTAs of an SM.
+constexpr int kGroupRows = 4, kSlots = 3, kMostRows = 64, kHeadsCtas = 2;
+// Of the result's: rows of a CTA, the copies by which they come, and how many of these are on their way at a time.
 constexpr int kOutRows = 8, kOutParts = 8, kOutAhead = 2;
 constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
@@ -44,6 +46,7 @@ struct Call {
   long long part_stride;  // elements between keys and values in `cache`
   int window;  // 0: none
   int splits;  // CTAs that share the keys of a head
+  int processors;  // SMs
   float epsilon, router_epsilon;
 };
 
@@ -55,8 +58,8 @@ struct alignas(16) AttentionShared {
   alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // queries, the key, the value
 };
 
-// Rows of a CTA's tile are after this much of shared memory.
-constexpr int kBeforeRows = 512;
+// Rows are after this much of shared memory.
+constexpr int kBeforeRows = 512, kBeforeRing = 1280;
 
 // One of the kernels, in their order. Each but the first may begin before the one before it has ended.
 struct Launch {
@@ -70,10 +73,11 @@ constexpr const char* kKernels[kNumKernels] = {"jmx_one_token_heads", "jmx_one_t
 
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
-  const auto bytes = [](int rows, int columns) { return kBeforeRows + rows * columns * 2; };
-  launches[0] = {rows / kHeadsRows, kThreads, bytes(kHeadsRows, call.hidden), 1};
+  const int ctas = kHeadsCtas * call.processors, fewest = (rows + kMostRows - kGroupRows - 1) / (kMostRows - kGroupRows);
+  const int heads_bytes = kBeforeRing + kSlots * kGroupRows * call.hidden * 2;
+  launches[0] = {ctas > fewest ? ctas : fewest, kThreads + 32, heads_bytes, 1};
   launches[1] = {call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
-  launches[2] = {call.hidden / kOutRows, kThreads + 32, bytes(kOutRows, columns), 1};
+  launches[2] = {call.hidden / kOutRows, kThreads + 32, kBeforeRows + kOutRows * columns * 2, 1};
   launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};
 }
 

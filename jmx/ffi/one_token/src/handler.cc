@@ -21,8 +21,11 @@ constexpr int kMostShared = 8, kCarveout = 9;
 constexpr int kCluster = 4, kOverlap = 6;
 constexpr int kSharedBytes = 227 << 10;  // that a CTA of a Hopper GPU may have
 
+constexpr int kNumProcessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+
 struct OfGpu {
   Function functions[kNumKernels] = {};
+  int processors = 0;
 };
 
 class Resources {
@@ -45,6 +48,7 @@ class Resources {
     const Current current(ordinal);
     Module module = nullptr;
     OfGpu loaded;
+    Check(driver().attribute(&loaded.processors, kNumProcessors, DeviceOf(ordinal)), "cuDeviceGetAttribute");
     Check(driver().load(&module, image_.data()), "cuModuleLoadData");
     for (int i = 0; i < kNumKernels; ++i) {
       Function& function = loaded.functions[i];
@@ -169,6 +173,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
   try {
     const OfGpu& gpu = Resources::Get().Find(ordinal);
     Call call = CallOf(present, window, epsilon, router_epsilon, args, results);
+    call.processors = gpu.processors;
     void* parameters[] = {&call};
     Launch launches[kNumKernels];
     Plan(call, launches);

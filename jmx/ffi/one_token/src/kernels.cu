@@ -47,22 +47,29 @@ __device__ __forceinline__ float Scale(const uint4 (&x)[kMostSteps], Elements& s
 }  // namespace jmx
 
 // Queries, keys and values, before their rotation.
-extern "C" __global__ void __launch_bounds__(jmx::kThreads)
+extern "C" __global__ void __launch_bounds__(jmx::kThreads + 32)
     jmx_one_token_heads(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
+  const Ring ring(call.heads_weights, call.hidden, call.kv_heads * (call.group + 2) * kDim);
+  if (threadIdx.x >= kThreads) {
+    if (threadIdx.x == kThreads) ring.Begin();
+    __syncthreads();
+    if (threadIdx.x == kThreads) ring.Continue();
+    return;
+  }
+  const bool finishes = (int)threadIdx.x < ring.Count();
   uint4 x[kMostSteps];
   LoadVectors(call.x, call.hidden, x);
   Elements scaled;
   LoadScale(call.scale, call.hidden, scaled);
-  Tile<kHeadsRows, kHeadsParts> tile(call.heads_weights, call.hidden);
-  tile.Ask();
-  const int row = tile.Row() + threadIdx.x % kHeadsRows;
-  const float bias = call.heads_bias != nullptr ? Wide(LoadEarly(call.heads_bias + row)) : 0;
+  float bias = 0;
+  if (finishes && call.heads_bias != nullptr) bias = Wide(LoadEarly(call.heads_bias + ring.Row() + threadIdx.x));
+  __syncthreads();
   float squares = Scale(x, scaled);
-  const float product = tile.Multiply(scaled, squares);
-  if (threadIdx.x < kHeadsRows)
-    call.heads[row] = Narrow(product * rsqrtf(squares / call.hidden + call.epsilon) + bias);
+  const float product = ring.Multiply(scaled, squares);
+  if (finishes)
+    call.heads[ring.Row() + threadIdx.x] = Narrow(product * rsqrtf(squares / call.hidden + call.epsilon) + bias);
 }
 
 extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)

@@ -1,4 +1,4 @@
-// A tile of rows of weights and their products with a vector, by one CTA.
+// Rows of weights and their products with a vector, by one CTA.
 #pragma once
 
 #include "primitives.cuh"
@@ -10,7 +10,22 @@ struct Elements {
   float of[kMostSteps][kVector];
 };
 
-// `rows` of them, copied in `parts`.
+// A thread's part of the product of a row in shared memory.
+__device__ __forceinline__ float MultiplyRow(const unsigned char* row, int columns, const Elements& x) {
+  const int vectors = columns / kVector;
+  float even = 0, odd = 0;
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    if (i * kThreads >= vectors) break;
+    float w[kVector];
+    Unpack(reinterpret_cast<const uint4*>(row)[min(i * kThreads + (int)threadIdx.x, vectors - 1)], w);
+#pragma unroll
+    for (int j = 0; j < kVector; j += 2) even += w[j] * x.of[i][j], odd += w[j + 1] * x.of[i][j + 1];
+  }
+  return even + odd;
+}
+
+// `rows` of them, copied in `parts`, all in shared memory at once.
 template <int rows, int parts>
 class Tile {
  public:
@@ -42,22 +57,12 @@ class Tile {
 
   // A row's product in each of the first `rows` threads; `squares` becomes the sum of all threads'.
   __device__ float Multiply(const Elements& x, float& squares) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, vectors = columns_ / kVector;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sums[rows];
 #pragma unroll
     for (int row = 0; row < rows; ++row) {
-      const uint4* from = reinterpret_cast<const uint4*>(SharedMemory() + kBeforeRows + row * columns_ * 2);
       if (row % (rows / parts) == 0) Wait(Full() + row / (rows / parts), 0);
-      float even = 0, odd = 0;
-#pragma unroll
-      for (int i = 0; i < kMostSteps; ++i) {
-        if (i * kThreads >= vectors) break;
-        float w[kVector];
-        Unpack(from[min(i * kThreads + (int)threadIdx.x, vectors - 1)], w);
-#pragma unroll
-        for (int j = 0; j < kVector; j += 2) even += w[j] * x.of[i][j], odd += w[j + 1] * x.of[i][j + 1];
-      }
-      sums[row] = even + odd;
+      sums[row] = MultiplyRow(SharedMemory() + kBeforeRows + row * columns_ * 2, columns_, x);
     }
     float(&of_warps)[kWarps][rows + 1] = *reinterpret_cast<float(*)[kWarps][rows + 1]>(SharedMemory() + 128);
 #pragma unroll
@@ -87,6 +92,77 @@ class Tile {
 
   const Bf16* const weights_;
   const int columns_;
+};
+
+// Any number of rows up to kMostRows, in groups that pass through a ring of slots in shared memory.
+class Ring {
+ public:
+  __device__ Ring(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kGroupRows * columns * 2) {
+    const int groups = rows / kGroupRows, begin = (int)blockIdx.x * groups / (int)gridDim.x;
+    row_ = begin * kGroupRows;
+    groups_ = ((int)blockIdx.x + 1) * groups / (int)gridDim.x - begin;
+    weights_ = weights + (long long)row_ * columns;
+  }
+
+  // The CTA's first row, and how many it has.
+  __device__ int Row() const { return row_; }
+  __device__ int Count() const { return groups_ * kGroupRows; }
+
+  // Asks for the first groups. By one thread, before all threads meet.
+  __device__ void Begin() const {
+    for (int i = 0; i < kSlots; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kWarps);
+    FenceBarriers();
+    for (int n = 0; n < min(groups_, kSlots); ++n) Ask(n);
+  }
+
+  // Asks for the others, each when its slot is free. By the same thread.
+  __device__ void Continue() const {
+    for (int n = kSlots; n < groups_; ++n) {
+      Wait(Empty(n % kSlots), n / kSlots % 2 ^ 1);
+      Ask(n);
+    }
+  }
+
+  // As Tile's: the product of the CTA's n-th row in its n-th thread.
+  __device__ float Multiply(const Elements& x, float& squares) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float(&of_warps)[kWarps][kMostRows + 1] = *reinterpret_cast<float(*)[kWarps][kMostRows + 1]>(SharedMemory() + 128);
+    squares = WarpSum(squares);
+    if (lane == 0) of_warps[warp][kMostRows] = squares;
+    for (int n = 0; n < groups_; ++n) {
+      const int slot = n % kSlots;
+      Wait(Full(slot), n / kSlots % 2);
+      float sums[kGroupRows];
+#pragma unroll
+      for (int row = 0; row < kGroupRows; ++row) sums[row] = MultiplyRow(Slot(slot) + row * columns_ * 2, columns_, x);
+      __syncwarp();
+      if (lane == 0) Arrive(Empty(slot));
+#pragma unroll
+      for (int row = 0; row < kGroupRows; ++row) {
+        sums[row] = WarpSum(sums[row]);
+        if (lane == 0) of_warps[warp][n * kGroupRows + row] = sums[row];
+      }
+    }
+    Sync();
+    float sum = 0;
+    squares = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x % kMostRows], squares += of_warps[i][kMostRows];
+    return sum;
+  }
+
+ private:
+  __device__ static u64* Full(int slot) { return reinterpret_cast<u64*>(SharedMemory()) + slot; }
+  __device__ static u64* Empty(int slot) { return Full(kSlots + slot); }
+  __device__ unsigned char* Slot(int slot) const { return SharedMemory() + kBeforeRing + slot * bytes_; }
+  __device__ void Ask(int n) const {
+    const int slot = n % kSlots;
+    Copy(Slot(slot), weights_ + (long long)n * kGroupRows * columns_, bytes_, Full(slot));
+  }
+
+  const Bf16* weights_;
+  const int columns_, bytes_;  // of a group
+  int row_, groups_;
 };
 
 }  // namespace jmx
