@@ -10,7 +10,7 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA of products
 // Of the first matrix: rows that are copied at once, groups of them in shared memory, rows of a CTA, CTAs of an SM.
 constexpr int kGroupRows = 4, kSlots = 3, kMostRows = 64, kHeadsCtas = 2;
 // Of the result's: rows of a CTA, the copies by which they come, and how many of these are on their way at a time.
-constexpr int kOutRows = 8, kOutParts = 8, kOutAhead = 2;
+constexpr int kOutRows = 8, kOutParts = 8, kOutAhead = 1;
 constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
