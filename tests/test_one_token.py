@@ -153,7 +153,9 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def emulate(emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, splits: int, processors: int, seed: int) -> call.Results:
+def emulate(
+    emulator: ctypes.CDLL, given: call.Operands, window: int | None, *, splits: int, processors: int, seed: int
+) -> call.Results:
     """The results of the kernels' source on this CPU."""
 
     def bits(array: Any) -> np.ndarray:

@@ -186,9 +186,11 @@ class Attention {
       if (query < call_.group) Store(query, channel, peak, total, first, second);
       return;
     }
-    float(&mine)[kDim + 2] = shared_.split[query];
-    mine[channel] = first, mine[channel + 1] = second;
-    if (channel == 0) mine[kDim] = peak, mine[kDim + 1] = total;
+    float(&mine)[kDim + 2] = shared_.split[min(query, kMostGroup - 1)];
+    if (query < call_.group) {
+      mine[channel] = first, mine[channel + 1] = second;
+      if (channel == 0) mine[kDim] = peak, mine[kDim + 1] = total;
+    }
     SyncCluster();
     if (query < call_.group && query % call_.splits == split_) {
       float peaks[kMostSplits], totals[kMostSplits], firsts[kMostSplits], seconds[kMostSplits];

@@ -7,17 +7,16 @@ typedef unsigned short Bf16;  // its bits
 
 constexpr int kVector = 8;  // elements in 16 bytes
 constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA of products
-// Of the first matrix: rows that are copied at once, groups of them in shared memory, rows of a CTA, CTAs of an SM.
+// Of the first matrix: rows that are copied at once, such groups in shared memory, rows of a CTA, CTAs of an SM.
 constexpr int kGroupRows = 4, kSlots = 3, kMostRows = 64, kHeadsCtas = 2;
-// Of the result's: rows of a CTA, the copies by which they come, and how many of these are on their way at a time.
-constexpr int kOutRows = 8, kOutParts = 8, kOutAhead = 1;
+constexpr int kOutRows = 8, kOutAhead = 1;  // of the result's, for one CTA, and on their way at a time
 constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
-constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kAttentionWarps = 10, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
-constexpr int kSplitKeys = 128;  // with which the warps of a CTA have 16 each
+constexpr int kSplitKeys = 16 * kAttentionWarps;  // with which the warps of a CTA have a block each
 
 // Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
 struct Call {
@@ -68,12 +67,12 @@ struct Launch {
 };
 
 constexpr int kNumKernels = 4;
-constexpr const char* kKernels[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention", "jmx_one_token_out",
-                                               "jmx_one_token_router"};
+constexpr const char* kKernels[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention",
+                                               "jmx_one_token_out", "jmx_one_token_router"};
 
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
-  const int ctas = kHeadsCtas * call.processors, fewest = (rows + kMostRows - kGroupRows - 1) / (kMostRows - kGroupRows);
+  const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most, ctas = kHeadsCtas * call.processors;
   const int heads_bytes = kBeforeRing + kSlots * kGroupRows * call.hidden * 2;
   launches[0] = {ctas > fewest ? ctas : fewest, kThreads + 32, heads_bytes, 1};
   launches[1] = {call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};

@@ -1,9 +1,9 @@
 // The part of a decoder's layer between two sums of experts, of one token: norm, queries, keys and values, their
 // rotation, the cache, attention, the product of the result, the residual, norm and router.
 //
-// Four kernels that overlap: each asks for its weights, or keys, before it waits for the end of the one before. Of the
-// products' CTAs as many run as shared memory holds their tiles, so that memory is never idle, and weights of the next
-// kernel come only when those of the last one have.
+// Four kernels that overlap: each asks for its weights, or keys, before it waits for the end of the one before. CTAs of
+// the result's product find room in shared memory when those of the first one are done, so that weights come in the
+// order in which they are needed, while attention runs, too.
 #include "attention.cuh"
 #include "tile.cuh"
 
@@ -75,16 +75,11 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads + 32)
 extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)
     jmx_one_token_attention(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
-#ifndef LATE
   BeginNext();
-#endif
   AttentionShared& shared = *reinterpret_cast<AttentionShared*>(SharedMemory());
   Attention attention(call, shared, __ldg(call.position));
   attention.Begin();
   AwaitLast();
-#ifdef LATE
-  BeginNext();
-#endif
   attention.Run();
 }
 
@@ -94,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads + 32)
   using namespace jmx;
   BeginNext();
   const int columns = call.kv_heads * call.group * kDim;
-  Tile<kOutRows, kOutParts> tile(call.out_weights, columns);
+  Tile tile(call.out_weights, columns);
   if (threadIdx.x >= kThreads) {
-    if (threadIdx.x == kThreads) tile.AskInTurn(kOutAhead);
+    if (threadIdx.x == kThreads) tile.Ask();
     return;
   }
   const int row = tile.Row() + threadIdx.x % kOutRows;

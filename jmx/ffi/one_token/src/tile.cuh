@@ -25,70 +25,57 @@ __device__ __forceinline__ float MultiplyRow(const unsigned char* row, int colum
   return even + odd;
 }
 
-// `rows` of them, copied in `parts`, all in shared memory at once.
-template <int rows, int parts>
+// kOutRows of them, all in shared memory at once.
 class Tile {
  public:
   __device__ Tile(const Bf16* weights, int columns) : weights_(weights), columns_(columns) {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < parts; ++i) InitBarrier(Full() + i, 1);
+      for (int row = 0; row < kOutRows; ++row) InitBarrier(Full(row), 1);
       FenceBarriers();
     }
     __syncthreads();
   }
 
-  // Asks for all rows, which are copied to shared memory; each warp for every kWarps-th part, as a copy takes 0.3 us of
-  // the thread that asks for it.
+  // Asks for the rows, some at a time. By one thread.
   __device__ void Ask() const {
-    if (threadIdx.x % 32 == 0)
-      for (int i = threadIdx.x / 32; i < parts; i += kWarps) Ask(i);
-  }
-
-  // The same by one thread, with so many parts on their way at a time.
-  __device__ void AskInTurn(int most) const {
-    for (int i = 0; i < parts; ++i) {
-      if (i >= most) Wait(Full() + i - most, 0);
-      Ask(i);
+    for (int row = 0; row < kOutRows; ++row) {
+      if (row >= kOutAhead) Wait(Full(row - kOutAhead), 0);
+      Copy(Slot(row), weights_ + (long long)(Row() + row) * columns_, columns_ * 2, Full(row));
     }
   }
 
   // The tile's first row.
-  __device__ static int Row() { return blockIdx.x * rows; }
+  __device__ static int Row() { return blockIdx.x * kOutRows; }
 
-  // A row's product in each of the first `rows` threads; `squares` becomes the sum of all threads'.
+  // A row's product in each of the first kOutRows threads; `squares` becomes the sum of all threads'.
   __device__ float Multiply(const Elements& x, float& squares) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float sums[rows];
+    float sums[kOutRows];
 #pragma unroll
-    for (int row = 0; row < rows; ++row) {
-      if (row % (rows / parts) == 0) Wait(Full() + row / (rows / parts), 0);
-      sums[row] = MultiplyRow(SharedMemory() + kBeforeRows + row * columns_ * 2, columns_, x);
+    for (int row = 0; row < kOutRows; ++row) {
+      Wait(Full(row), 0);
+      sums[row] = MultiplyRow(Slot(row), columns_, x);
     }
-    float(&of_warps)[kWarps][rows + 1] = *reinterpret_cast<float(*)[kWarps][rows + 1]>(SharedMemory() + 128);
+    float(&of_warps)[kWarps][kOutRows + 1] = *reinterpret_cast<float(*)[kWarps][kOutRows + 1]>(SharedMemory() + 128);
 #pragma unroll
-    for (int row = 0; row < rows; ++row) sums[row] = WarpSum(sums[row]);
+    for (int row = 0; row < kOutRows; ++row) sums[row] = WarpSum(sums[row]);
     squares = WarpSum(squares);
     if (lane == 0) {
 #pragma unroll
-      for (int row = 0; row < rows; ++row) of_warps[warp][row] = sums[row];
-      of_warps[warp][rows] = squares;
+      for (int row = 0; row < kOutRows; ++row) of_warps[warp][row] = sums[row];
+      of_warps[warp][kOutRows] = squares;
     }
     Sync();
     float sum = 0;
     squares = 0;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x % rows], squares += of_warps[i][rows];
+    for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x % kOutRows], squares += of_warps[i][kOutRows];
     return sum;
   }
 
  private:
-  __device__ static u64* Full() { return reinterpret_cast<u64*>(SharedMemory()); }
-
-  __device__ void Ask(int part) const {
-    const int bytes = rows / parts * columns_ * 2;
-    Copy(SharedMemory() + kBeforeRows + part * bytes, weights_ + (long long)Row() * columns_ + part * (bytes / 2), bytes,
-         Full() + part);
-  }
+  __device__ static u64* Full(int row) { return reinterpret_cast<u64*>(SharedMemory()) + row; }
+  __device__ unsigned char* Slot(int row) const { return SharedMemory() + kBeforeRows + row * columns_ * 2; }
 
   const Bf16* const weights_;
   const int columns_;
