@@ -14,7 +14,7 @@ constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
-constexpr int kAttentionWarps = 10, kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
 constexpr int kSplitKeys = 16 * kAttentionWarps;  // with which the warps of a CTA have a block each
 
