@@ -34,7 +34,7 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = "flash_decode"  # the beginning of the name of a kernel that each layer has once
+ONCE_A_LAYER = ("flash_decode", "jmx_one_token_attention")  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.
@@ -49,7 +49,16 @@ PARTS = {
     "sum of experts, residual": "#f59e0b",
     "norm, logits, next token": "#047857",
 }
-BEGINNINGS = {"jmx_heads": 1, "flash_decode": 2, "jmx_route": 5, "mosaic": 6}
+BEGINNINGS = {
+    "jmx_heads": 1,
+    "flash_decode": 2,
+    "jmx_route": 5,
+    "mosaic": 6,
+    "jmx_one_token_heads": 1,
+    "jmx_one_token_attention": 2,
+    "jmx_one_token_out": 3,
+    "jmx_one_token_router": 4,
+}
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2
 
@@ -102,7 +111,7 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     steps = list(whole_steps(kernel_trace.kernels(trace), layers))
     if not steps:
         raise RuntimeError(
-            f"no step was recorded that has {layers} kernels named {ONCE_A_LAYER}...: is this a Hopper GPU?"
+            f"no step was recorded that has {layers} kernels named {' or '.join(ONCE_A_LAYER)}: is this a Hopper GPU?"
         )
     lengths = [step[-1].end - step[0].start for step in steps]
     median = statistics.median_low(lengths)
@@ -110,8 +119,10 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
     launched: dict[str, list[int]] = defaultdict(lambda: [0] * len(steps))
     for number, step in enumerate(steps):
+        until = step[0].start
         for kernel, part in zip(step, parts_of(step), strict=True):
-            spent[part][number] += kernel.end - kernel.start
+            spent[part][number] += max(0.0, kernel.end - max(kernel.start, until))  # not beside the one before
+            until = max(until, kernel.end)
             launched[part][number] += 1
     first = found[0].start
     launches = sum(str(event.get("name")).startswith("cuGraphLaunch") for event in trace if event.get("ph") == "X")

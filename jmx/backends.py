@@ -11,6 +11,7 @@ from jmx.ffi.cpu.backend import Cpu
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
+from jmx.ffi.one_token import library as one_token_library
 from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.numerics.layouts import Layout
@@ -67,11 +68,11 @@ def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before
 
 
 def register_handlers() -> None:
-    """Registers what compiled programs of backends call by name, which otherwise happens when a backend is selected.
+    """Registers what compiled programs call by name, which otherwise happens when a backend or a kernel is selected.
 
     For a process that loads such programs without tracing them.
     """
-    for library in (cpu_library, cutlass_library):
+    for library in (cpu_library, cutlass_library, one_token_library):
         library.library()
 
 

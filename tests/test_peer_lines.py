@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jmx
-from jmx.ffi.peer import collectives
-from jmx.ffi.peer.library import compile_kernels
+from jmx.ffi import nvrtc
+from jmx.ffi.peer import collectives, library
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import choose
 
@@ -82,7 +82,7 @@ def test_rows_that_cannot_be_lines_are_refused() -> None:
 @pytest.mark.aot
 def test_the_kernels_compile_for_hopper() -> None:
     try:
-        image = compile_kernels("sm_90")
+        image = nvrtc.compile_kernels(library.FOLDER / "src", library.HEADERS, "sm_90")
     except OSError as e:
         pytest.skip(f"needs NVRTC, which the `aot` extra installs: {e}")
     names = ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16")

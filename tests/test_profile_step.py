@@ -52,6 +52,18 @@ def test_each_kernel_is_in_its_part():
     assert profile_step.parts_of(kernels_of(NAMES)) == wanted
 
 
+def test_time_in_which_kernels_overlap_is_that_of_the_first():
+    """The four kernels of one token begin when the one before is not done."""
+    names = [f"jmx_one_token_{name}" for name in ("heads", "attention", "out", "router")]
+    layer = [*names, "jmx_route", "mosaic_block_n8", *SUM]
+    found = kernels_of([*BEFORE, *layer * LAYERS, *AFTER] * 4)
+    early = [its._replace(start=its.start - 4) if its.name in names[1:] else its for its in found]
+    profile = profile_step.summary(trace_of(early), LAYERS)
+    assert [*profile["parts"]] == [*profile_step.PARTS]
+    got = [part["us"] for part in profile["parts"].values()]
+    assert got == [20, 20, 20.5, 20.5, 20.5, 20, 20, 20, 510]
+
+
 def test_the_product_of_several_tokens_is_that_of_the_output():
     names = ["flash_decode_splits1", "gemm_fusion_dot_12", "loop_add_fusion", "jmx_linear", "jmx_route"]
     _, _, attention, output, router, routing, *_ = profile_step.PARTS

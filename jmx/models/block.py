@@ -14,6 +14,7 @@ from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import MLP, Linear, RMSNorm, Variables
 from jmx.models.model_split import ModelSplit
+from jmx.models.one_token.sublayer import Routed, attend_and_route
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.models.per_device import on_each_device
 from jmx.models.shared_experts import SharedExperts
@@ -28,12 +29,37 @@ class MoERecord(NamedTuple):
 
 
 class AttentionSublayer(nnx.Module):
-    """Attention after a norm, added to the residual stream. Over a mesh each device has its own rows and heads."""
+    """Attention after a norm, added to the residual stream. Over a mesh each device has its own rows and heads.
 
-    def __init__(self, norm: RMSNorm, attention: SelfAttention, split: ModelSplit | None):
+    Args:
+        router: what is after it: a norm and a router, which a single token may be given to at once; None: something
+            else.
+    """
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        attention: SelfAttention,
+        split: ModelSplit | None,
+        router: tuple[RMSNorm, Linear] | None = None,
+    ):
         self.norm, self.attention, self.split = norm, attention, split
+        router_norm, linear = (None, None) if router is None else router
+        self.router_norm: Any = nnx.data(router_norm)
+        self.router: Any = nnx.data(linear)
 
     def __call__(
+        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: Any
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        """The residual stream, the cache, and what the router computes of the first, if that is known already."""
+        if self.split is None and self.router is not None:
+            after = self.router_norm, self.router
+            found = attend_and_route(x, self.norm, self.attention, *after, starts, angles, cache)
+            if found is not None:
+                return found
+        return (*self._attended(x, starts, angles, cache), None)
+
+    def _attended(
         self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: Any
     ) -> tuple[jax.Array, Any]:
         if self.split is None:
@@ -71,7 +97,10 @@ def _attended_pages(
 
 
 class MoESublayer(nnx.Module):
-    """Experts after a norm, added to the residual stream; arguments as `Block`'s."""
+    """Experts after a norm, added to the residual stream; arguments as `Block`'s.
+
+    Called with `routed`, it uses that as what norm and router compute of x.
+    """
 
     def __init__(
         self, norm: RMSNorm, router: Linear, moe: Any, shared_experts: SharedExperts | None, split: ModelSplit | None
@@ -80,9 +109,9 @@ class MoESublayer(nnx.Module):
         self.shared_experts = nnx.data(shared_experts)
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None
+        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None, routed: Routed | None = None
     ) -> tuple[jax.Array, MoERecord]:
-        logits, normed = self.router.beside_norm(x, self.norm)
+        logits, normed = self.router.beside_norm(x, self.norm) if routed is None else routed
         if expert_ids is not None:  # restrict the choice to these
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)
@@ -118,7 +147,9 @@ class MLPSublayer(nnx.Module):
     def __init__(self, norm: RMSNorm, mlp: MLP):
         self.norm, self.mlp = norm, mlp
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None, routed: None = None
+    ) -> tuple[jax.Array, None]:
         return x + self.mlp(x, self.norm).astype(x.dtype), None
 
 
@@ -152,7 +183,8 @@ class Block(nnx.Module):
     def sublayers(self) -> tuple[AttentionSublayer, MoESublayer]:
         """Both halves, as modules that share this one's variables: each can be a program of its own."""
         experts = MoESublayer(self.moe_norm, self.router, self.moe, self.shared_experts, self.split)
-        return AttentionSublayer(self.attention_norm, self.attention, self.split), experts
+        router = self.moe_norm, self.router
+        return AttentionSublayer(self.attention_norm, self.attention, self.split, router), experts
 
     def variables(self) -> Variables:
         """All variables except the experts'. The bias of their choice, if there is one, is a variable of `moe`."""

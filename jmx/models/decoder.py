@@ -189,8 +189,8 @@ class Model(nnx.Module):
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             ids = None if expert_ids is None else expert_ids[index]
             attention, experts = map(nnx.split, layer.sublayers())
-            x, cache = run(*attention, x, starts, angles, cache)
-            x, record = run(*experts, x, mask, ids)
+            x, cache, routed = run(*attention, x, starts, angles, cache)
+            x, record = run(*experts, x, mask, ids, routed)
             written.append(cache)
             if records is not None and record is not None:
                 records.append(record)

@@ -109,7 +109,7 @@ class Forward:
         def attend(
             arrays: list[jax.Array], x: jax.Array, starts: jax.Array | None, angles: Any, cache: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            return weights.merge(arrays)(x, starts, angles, cache)
+            return weights.merge(arrays)(x, starts, angles, cache)[:2]
 
         return Sublayer(self._program(attend, weights, donate=("x", "cache")), weights.arrays)
 

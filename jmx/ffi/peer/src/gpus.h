@@ -17,24 +17,6 @@ inline void CheckAccess(int from, int to) {
   if (!can) throw "GPU " + std::to_string(from) + " cannot access the memory of GPU " + std::to_string(to);
 }
 
-// A GPU's primary context, which is XLA's, current on this thread.
-class Current {
- public:
-  explicit Current(int ordinal) {
-    Check(driver().retain(&context_, DeviceOf(ordinal)), "cuDevicePrimaryCtxRetain");
-    Check(driver().push(context_), "cuCtxPushCurrent");
-  }
-  ~Current() {
-    Context popped = nullptr;
-    driver().pop(&popped);
-  }
-  Current(const Current&) = delete;
-  Context context() const { return context_; }
-
- private:
-  Context context_ = nullptr;
-};
-
 // Lets GPU `ordinal`, which is current, access the memory of another one.
 inline void EnableAccess(int ordinal, int other) {
   if (ordinal == other) return;

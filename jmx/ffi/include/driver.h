@@ -22,6 +22,17 @@ constexpr Status kPeerAccessAlreadyEnabled = 704;
 constexpr unsigned kNonBlocking = 1;    // of a stream: it does not wait for the default stream
 constexpr unsigned kDisableTiming = 2;  // of an event
 
+struct LaunchAttribute {
+  int id, padding;
+  int value[16];
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 // A function of libcuda.so.1, called like the pointer that it converts to.
 template <typename Signature>
 class DriverFunction {
@@ -47,6 +58,7 @@ struct Driver {
   DriverFunction<Status(Context*, Device)> retain{"cuDevicePrimaryCtxRetain"};
   DriverFunction<Status(Context)> push{"cuCtxPushCurrent_v2"};
   DriverFunction<Status(Context*)> pop{"cuCtxPopCurrent_v2"};
+  DriverFunction<Status(int*, int, Device)> attribute{"cuDeviceGetAttribute"};
   DriverFunction<Status(int*, Device, Device)> can_access{"cuDeviceCanAccessPeer"};
   DriverFunction<Status(Context, unsigned)> enable_access{"cuCtxEnablePeerAccess"};
   DriverFunction<Status(Address*, size_t)> allocate{"cuMemAlloc_v2"};
@@ -54,8 +66,10 @@ struct Driver {
   DriverFunction<Status()> synchronize{"cuCtxSynchronize"};
   DriverFunction<Status(Module*, const void*)> load{"cuModuleLoadData"};
   DriverFunction<Status(Function*, Module, const char*)> function{"cuModuleGetFunction"};
+  DriverFunction<Status(Function, int, int)> set_attribute{"cuFuncSetAttribute"};
   DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
       launch{"cuLaunchKernel"};
+  DriverFunction<Status(const LaunchConfig*, Function, void**, void**)> launch_extended{"cuLaunchKernelEx"};
   DriverFunction<Status(Stream*, unsigned)> stream_create{"cuStreamCreate"};
   DriverFunction<Status(Stream, EventHandle, unsigned)> stream_wait{"cuStreamWaitEvent"};
   DriverFunction<Status(EventHandle*, unsigned)> event_create{"cuEventCreate"};
@@ -82,5 +96,23 @@ inline Device DeviceOf(int ordinal) {
   Check(driver().device_get(&device, ordinal), "cuDeviceGet");
   return device;
 }
+
+// A GPU's primary context, which is XLA's, current on this thread.
+class Current {
+ public:
+  explicit Current(int ordinal) {
+    Check(driver().retain(&context_, DeviceOf(ordinal)), "cuDevicePrimaryCtxRetain");
+    Check(driver().push(context_), "cuCtxPushCurrent");
+  }
+  ~Current() {
+    Context popped = nullptr;
+    driver().pop(&popped);
+  }
+  Current(const Current&) = delete;
+  Context context() const { return context_; }
+
+ private:
+  Context context_ = nullptr;
+};
 
 }  // namespace jmx

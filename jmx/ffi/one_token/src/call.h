@@ -1,0 +1,83 @@
+// What the kernels of kernels.cu are given: for the handler on the host, and for the GPU.
+#pragma once
+
+namespace jmx {
+
+typedef unsigned short Bf16;  // its bits
+
+constexpr int kVector = 8;  // elements in 16 bytes
+constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA of products
+// Of the first matrix: rows that are copied at once, such groups in shared memory, rows of a CTA, CTAs of an SM.
+constexpr int kGroupRows = 4, kSlots = 3, kMostRows = 64, kHeadsCtas = 2;
+constexpr int kOutRows = 8, kOutAhead = 1;  // of the result's, for one CTA, and on their way at a time
+constexpr int kMostSteps = 4;  // vectors of a row, for one thread
+constexpr int kMostColumns = kMostSteps * kThreads * kVector;
+constexpr int kDim = 64;  // of a head
+constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
+constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
+constexpr int kSplitKeys = 16 * kAttentionWarps;  // with which the warps of a CTA have a block each
+
+// Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
+struct Call {
+  const Bf16* x;  // (hidden,)
+  const float* scale;  // (hidden,), of the norm before attention
+  const Bf16* heads_weights;  // (kv_heads * (group + 2) * kDim, hidden)
+  const Bf16* heads_bias;
+  const float* cos;  // (kDim / 2,)
+  const float* sin;
+  Bf16* cache;  // (2, pages, kv_heads, page, kDim)
+  const int* tables;  // (pages of the row,)
+  const int* position;  // (1,)
+  const float* sinks;  // (kv_heads * group,)
+  const Bf16* out_weights;  // (hidden, kv_heads * group * kDim)
+  const Bf16* out_bias;
+  const float* router_scale;  // (hidden,), of the norm before the router
+  const Bf16* router_weights;  // (experts, hidden)
+  const Bf16* router_bias;
+  Bf16* x_out;  // (hidden,)
+  float* logits;  // (experts,)
+  Bf16* normed;  // (hidden,)
+  Bf16* heads;  // (kv_heads * (group + 2) * kDim,): queries, keys and values before their rotation
+  Bf16* attended;  // (kv_heads * group * kDim,)
+  int hidden, kv_heads, group, experts;
+  int page, num_pages;  // positions of a page, and pages of the row
+  long long part_stride;  // elements between keys and values in `cache`
+  int window;  // 0: none
+  int splits;  // CTAs that share the keys of a head
+  int processors;  // SMs
+  float epsilon, router_epsilon;
+};
+
+// Shared memory of a CTA of attention.
+struct alignas(16) AttentionShared {
+  float sums[kAttentionWarps][kMostGroup][kDim];  // each warp's sums of values, and their softmax's peak and total
+  float peaks[kMostGroup][kAttentionWarps + 1], totals[kMostGroup][kAttentionWarps + 1];
+  float split[kMostGroup][kDim + 2];  // the CTA's sums of values, peak and total
+  alignas(16) Bf16 heads[kMostGroup + 2][kDim];  // queries, the key, the value
+};
+
+// Rows are after this much of shared memory.
+constexpr int kBeforeRows = 512, kBeforeRing = 1280;
+
+// One of the kernels, in their order. Each but the first may begin before the one before it has ended.
+struct Launch {
+  int ctas, threads, shared_bytes;
+  int cluster;  // CTAs of a cluster
+};
+
+constexpr int kNumKernels = 4;
+constexpr const char* kKernels[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention",
+                                               "jmx_one_token_out", "jmx_one_token_router"};
+
+inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
+  const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
+  const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most, ctas = kHeadsCtas * call.processors;
+  const int heads_bytes = kBeforeRing + kSlots * kGroupRows * call.hidden * 2;
+  launches[0] = {ctas > fewest ? ctas : fewest, kThreads + 32, heads_bytes, 1};
+  launches[1] = {call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
+  launches[2] = {call.hidden / kOutRows, kThreads + 32, kBeforeRows + kOutRows * columns * 2, 1};
+  launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};
+}
+
+}  // namespace jmx

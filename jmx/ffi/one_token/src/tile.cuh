@@ -1,0 +1,155 @@
+// Rows of weights and their products with a vector, by one CTA.
+#pragma once
+
+#include "primitives.cuh"
+
+namespace jmx {
+
+// Elements of the vector that a thread multiplies: of each kThreads vectors one.
+struct Elements {
+  float of[kMostSteps][kVector];
+};
+
+// A thread's part of the product of a row in shared memory.
+__device__ __forceinline__ float MultiplyRow(const unsigned char* row, int columns, const Elements& x) {
+  const int vectors = columns / kVector;
+  float even = 0, odd = 0;
+#pragma unroll
+  for (int i = 0; i < kMostSteps; ++i) {
+    if (i * kThreads >= vectors) break;
+    float w[kVector];
+    Unpack(reinterpret_cast<const uint4*>(row)[min(i * kThreads + (int)threadIdx.x, vectors - 1)], w);
+#pragma unroll
+    for (int j = 0; j < kVector; j += 2) even += w[j] * x.of[i][j], odd += w[j + 1] * x.of[i][j + 1];
+  }
+  return even + odd;
+}
+
+// kOutRows of them, all in shared memory at once.
+class Tile {
+ public:
+  __device__ Tile(const Bf16* weights, int columns) : weights_(weights), columns_(columns) {
+    if (threadIdx.x == 0) {
+      for (int row = 0; row < kOutRows; ++row) InitBarrier(Full(row), 1);
+      FenceBarriers();
+    }
+    __syncthreads();
+  }
+
+  // Asks for the rows, some at a time. By one thread.
+  __device__ void Ask() const {
+    for (int row = 0; row < kOutRows; ++row) {
+      if (row >= kOutAhead) Wait(Full(row - kOutAhead), 0);
+      Copy(Slot(row), weights_ + (long long)(Row() + row) * columns_, columns_ * 2, Full(row));
+    }
+  }
+
+  // The tile's first row.
+  __device__ static int Row() { return blockIdx.x * kOutRows; }
+
+  // A row's product in each of the first kOutRows threads; `squares` becomes the sum of all threads'.
+  __device__ float Multiply(const Elements& x, float& squares) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sums[kOutRows];
+#pragma unroll
+    for (int row = 0; row < kOutRows; ++row) {
+      Wait(Full(row), 0);
+      sums[row] = MultiplyRow(Slot(row), columns_, x);
+    }
+    float(&of_warps)[kWarps][kOutRows + 1] = *reinterpret_cast<float(*)[kWarps][kOutRows + 1]>(SharedMemory() + 128);
+#pragma unroll
+    for (int row = 0; row < kOutRows; ++row) sums[row] = WarpSum(sums[row]);
+    squares = WarpSum(squares);
+    if (lane == 0) {
+#pragma unroll
+      for (int row = 0; row < kOutRows; ++row) of_warps[warp][row] = sums[row];
+      of_warps[warp][kOutRows] = squares;
+    }
+    Sync();
+    float sum = 0;
+    squares = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x % kOutRows], squares += of_warps[i][kOutRows];
+    return sum;
+  }
+
+ private:
+  __device__ static u64* Full(int row) { return reinterpret_cast<u64*>(SharedMemory()) + row; }
+  __device__ unsigned char* Slot(int row) const { return SharedMemory() + kBeforeRows + row * columns_ * 2; }
+
+  const Bf16* const weights_;
+  const int columns_;
+};
+
+// Any number of rows up to kMostRows, in groups that pass through a ring of slots in shared memory.
+class Ring {
+ public:
+  __device__ Ring(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kGroupRows * columns * 2) {
+    const int groups = rows / kGroupRows, begin = (int)blockIdx.x * groups / (int)gridDim.x;
+    row_ = begin * kGroupRows;
+    groups_ = ((int)blockIdx.x + 1) * groups / (int)gridDim.x - begin;
+    weights_ = weights + (long long)row_ * columns;
+  }
+
+  // The CTA's first row, and how many it has.
+  __device__ int Row() const { return row_; }
+  __device__ int Count() const { return groups_ * kGroupRows; }
+
+  // Asks for the first groups. By one thread, before all threads meet.
+  __device__ void Begin() const {
+    for (int i = 0; i < kSlots; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kWarps);
+    FenceBarriers();
+    for (int n = 0; n < min(groups_, kSlots); ++n) Ask(n);
+  }
+
+  // Asks for the others, each when its slot is free. By the same thread.
+  __device__ void Continue() const {
+    for (int n = kSlots; n < groups_; ++n) {
+      Wait(Empty(n % kSlots), n / kSlots % 2 ^ 1);
+      Ask(n);
+    }
+  }
+
+  // As Tile's: the product of the CTA's n-th row in its n-th thread.
+  __device__ float Multiply(const Elements& x, float& squares) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float(&of_warps)[kWarps][kMostRows + 1] = *reinterpret_cast<float(*)[kWarps][kMostRows + 1]>(SharedMemory() + 128);
+    squares = WarpSum(squares);
+    if (lane == 0) of_warps[warp][kMostRows] = squares;
+    for (int n = 0; n < groups_; ++n) {
+      const int slot = n % kSlots;
+      Wait(Full(slot), n / kSlots % 2);
+      float sums[kGroupRows];
+#pragma unroll
+      for (int row = 0; row < kGroupRows; ++row) sums[row] = MultiplyRow(Slot(slot) + row * columns_ * 2, columns_, x);
+      __syncwarp();
+      if (lane == 0) Arrive(Empty(slot));
+#pragma unroll
+      for (int row = 0; row < kGroupRows; ++row) {
+        sums[row] = WarpSum(sums[row]);
+        if (lane == 0) of_warps[warp][n * kGroupRows + row] = sums[row];
+      }
+    }
+    Sync();
+    float sum = 0;
+    squares = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x % kMostRows], squares += of_warps[i][kMostRows];
+    return sum;
+  }
+
+ private:
+  __device__ static u64* Full(int slot) { return reinterpret_cast<u64*>(SharedMemory()) + slot; }
+  __device__ static u64* Empty(int slot) { return Full(kSlots + slot); }
+  __device__ unsigned char* Slot(int slot) const { return SharedMemory() + kBeforeRing + slot * bytes_; }
+  __device__ void Ask(int n) const {
+    const int slot = n % kSlots;
+    Copy(Slot(slot), weights_ + (long long)n * kGroupRows * columns_, bytes_, Full(slot));
+  }
+
+  const Bf16* weights_;
+  const int columns_, bytes_;  // of a group
+  int row_, groups_;
+};
+
+}  // namespace jmx

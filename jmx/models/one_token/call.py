@@ -1,0 +1,219 @@
+"""A decoder's layer of one token between two sums of experts: by four kernels that overlap on a Hopper GPU.
+
+Norm, queries, keys and values, their rotation, the cache, attention, the product of the result, the residual, norm and
+router. Derivatives are those of the definition, in plain jnp.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmx import meshes
+from jmx.ffi.one_token.library import TARGET
+from jmx.pallas import defined
+from jmx.pallas.few_rows import heads, linear
+from jmx.pallas.few_rows.choice import CAPABILITY, Tile
+from jmx.selection.environment import Environment
+from jmx.util.typing import Array, Shaped
+
+# As jmx/ffi/one_token/src/call.h has them.
+DIM = 64  # channels of a head
+MOST_GROUP = 8
+MOST_COLUMNS = 4096  # of a matrix
+VECTOR = 8  # elements that are loaded at once
+
+_NO_TILE = Tile(2, 1024, 4)  # of definitions, which have none
+
+
+class Operands(NamedTuple):
+    """Operands. None: not in this call.
+
+    Args:
+        x: (1, H), bfloat16 as all weights and the cache.
+        scale: of the norm before attention, float32 (H,).
+        heads: weights (kv_heads * (group + 2) * D, H): of each key head its queries, the key, and the value.
+        heads_bias: (kv_heads * (group + 2) * D,).
+        cos, sin: float32 (1, D / 2), of the position.
+        cache: (2, 1, kv_heads, C, D), keys and values; or in pages, (2, pages, kv_heads, page, D).
+        tables: int32 (1, pages of the row), or None.
+        position: int32 (1,); beyond the last one of the cache it is the last.
+        sinks: float32 (kv_heads * group,): one more logit a head, without a value.
+        out: weights (H, kv_heads * group * D).
+        out_bias: (H,).
+        router_scale: of the norm before the router, float32 (H,).
+        router: weights (E, H).
+        router_bias: (E,).
+    """
+
+    x: Any
+    scale: Any
+    heads: Any
+    heads_bias: Any
+    cos: Any
+    sin: Any
+    cache: Any
+    tables: Any
+    position: Any
+    sinks: Any
+    out: Any
+    out_bias: Any
+    router_scale: Any
+    router: Any
+    router_bias: Any
+
+
+_BIASES = ("heads_bias", "out_bias", "router_bias")
+_OPTIONAL = ("heads_bias", "tables", "sinks", "out_bias", "router_bias")
+
+
+class Results(NamedTuple):
+    """The residual stream (1, H) after attention; the cache; logits, float32 (1, E); the normed token (1, H)."""
+
+    x: Any
+    cache: Any
+    logits: Any
+    normed: Any
+
+
+def reject_reason(given: Operands, environment: Environment) -> str | None:
+    """Why the kernels do not take operands, of shapes that fit each other, on a machine; None if they do."""
+    if environment.compute_capability != CAPABILITY:
+        capability = environment.compute_capability
+        this = environment.platform if capability is None else ".".join(map(str, capability))
+        return f"needs a GPU of compute capability 9.0 (this is {this})"
+    biases = (name for name in _BIASES if getattr(given, name) is not None)
+    for name in ("x", "heads", "out", "router", "cache", *biases):
+        dtype = getattr(getattr(given, name), "dtype", None)  # quantized weights have none
+        if dtype != jnp.bfloat16:
+            return f"`{name}` (of {dtype}) must be bfloat16"
+    kv_heads, dim = given.cache.shape[2], given.cache.shape[4]
+    if dim != DIM or given.cos.shape[-1] != DIM // 2:
+        return f"channels of a head (={dim}) must be {DIM}, all of them rotated (={2 * given.cos.shape[-1]})"
+    group = given.out.shape[1] // DIM // kv_heads
+    if group > MOST_GROUP:
+        return f"queries to a key head (={group}) must be at most {MOST_GROUP}"
+    for name in ("heads", "out", "router"):
+        columns = getattr(given, name).shape[1]
+        if columns % VECTOR or columns > MOST_COLUMNS:
+            return f"columns of `{name}` (={columns}) must be a multiple of {VECTOR} and at most {MOST_COLUMNS}"
+    return None
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """What is static of a call.
+
+    Args:
+        present: by name, operands that are not None, in their order.
+        window: how many positions are attended to, the token's own included; None: all.
+        epsilon, router_epsilon: of the norms.
+    """
+
+    present: tuple[str, ...]
+    window: int | None
+    epsilon: float
+    router_epsilon: float
+
+    interpret = False
+
+    def operands(self, arrays: tuple[Any, ...]) -> Operands:
+        return Operands(**dict.fromkeys(Operands._fields) | dict(zip(self.present, arrays, strict=True)))
+
+    # As `jmx.pallas.defined` has it.
+
+    def shapes(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
+        given = self.operands(arrays)
+        x = jax.ShapeDtypeStruct(given.x.shape, given.x.dtype)
+        logits = jax.ShapeDtypeStruct((1, given.router.shape[0]), jnp.float32)
+        return [x, jax.ShapeDtypeStruct(given.cache.shape, given.cache.dtype), logits, x]
+
+    def define(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        given = self.operands(arrays)
+        length = given.cache.shape[3]
+        pages = 1 if given.tables is None else given.tables.shape[1]
+        position = jnp.minimum(given.position, length * pages - 1)
+        number, place = jnp.divmod(position, length)
+        numbers = number if given.tables is None else given.tables[0][number]
+        of_heads = heads.Operands(
+            given.x, given.scale, given.heads, given.heads_bias, given.cos, given.sin, given.cache, numbers, place
+        )
+        query, cache = heads.Heads(_NO_TILE, self.epsilon).define(of_heads)
+        attended = _attend(query[0], cache, given, position[0], self.window)
+        of_out = linear.Operands(attended.reshape(1, -1), None, given.out, given.out_bias, given.x)
+        (x,) = linear.Linear(_NO_TILE).define(of_out)
+        of_router = linear.Operands(x, given.router_scale, given.router, given.router_bias, None)
+        logits, normed = linear.Linear(_NO_TILE, self.router_epsilon, normed=True).define(of_router)
+        return [x, cache, logits, normed]
+
+    def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+        present = sum((name in self.present) << bit for bit, name in enumerate(_OPTIONAL))
+        aliases = {self.present.index("cache"): 1}
+        given = self.operands(arrays)
+        between = [jax.ShapeDtypeStruct((size,), given.x.dtype) for size in (given.heads.shape[0], given.out.shape[1])]
+        call = jax.ffi.ffi_call(TARGET, [*self.shapes(*arrays), *between], input_output_aliases=aliases)
+        results = call(
+            *arrays,
+            present=np.int64(present),
+            window=np.int64(self.window or 0),
+            epsilon=np.float32(self.epsilon),
+            router_epsilon=np.float32(self.router_epsilon),
+        )
+        return [*results[:-2]]
+
+
+def _attend(
+    query: Shaped[Array, "heads D"],
+    cache: Shaped[Array, "2 pages kv_heads C D"],
+    given: Operands,
+    position: Array,
+    window: int | None,
+) -> Shaped[Array, "heads D"]:
+    """Softmax of the scores, with the sink, times the values, in float32."""
+    if given.tables is not None:
+        cache = cache[:, given.tables[0]]
+    keys, values = cache.swapaxes(1, 2).reshape(2, cache.shape[2], -1, cache.shape[4]).astype(jnp.float32)
+    groups = query.astype(jnp.float32).reshape(keys.shape[0], -1, query.shape[1])
+    scores = jnp.einsum("hgd,hkd->hgk", groups, keys, precision="highest") * query.shape[1] ** -0.5
+    at = jnp.arange(keys.shape[1])
+    seen = at <= position
+    if window is not None:
+        seen &= at > position - window
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if given.sinks is not None:
+        scores = jnp.concatenate([scores, given.sinks.reshape(*scores.shape[:2], 1)], axis=-1)
+    shares = jax.nn.softmax(scores, axis=-1)[..., : len(at)]
+    values = jnp.where(seen[:, None], values, 0)  # what is not written yet may be anything
+    return jnp.einsum("hgk,hkd->hgd", shares, values, precision="highest").astype(query.dtype).reshape(query.shape)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def run(window: int | None, epsilon: float, router_epsilon: float, given: Operands) -> Results:
+    """The results of a call, see `OneToken` and `Operands`."""
+    present = tuple(name for name, array in given._asdict().items() if array is not None)
+    arrays = [array for array in given if array is not None]
+    call = OneToken(present, window, epsilon, router_epsilon)
+    return Results(*meshes.unchecked(partial(_bind, call))(*arrays))
+
+
+@run.defjvp
+def _derivative(window: int | None, epsilon: float, router_epsilon: float, primals: Any, tangents: Any) -> Any:
+    (given,), (of_given,) = primals, tangents
+    present = tuple(name for name, array in given._asdict().items() if array is not None)
+    call = OneToken(present, window, epsilon, router_epsilon)
+
+    def define(given: Operands) -> Results:
+        return Results(*call.define(*(array for array in given if array is not None)))
+
+    _, of_results = jax.jvp(define, (given,), (of_given,))
+    return run(window, epsilon, router_epsilon, given), of_results
+
+
+def _bind(call: OneToken, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+    return _one_token(*arrays, call=call)
+
+
+_one_token = defined.primitive("jmx_one_token")
