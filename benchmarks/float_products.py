@@ -6,14 +6,15 @@
 
 A case is one product of a layer, forward or one of its two gradients (dx of the rows, dw of the weights), on the rows
 that random routing gives each expert. Rows of no expert, which jmx has between experts as its layer does, are not
-counted. The rates of a copy and of a dense product of 8192 x 8192 x 8192 are measured first. Each system runs in a
-process of its own, with a part of the card's memory. All of them compile at the same time; then one after the other
-checks its results against float32 and is timed, on the same card: in turn each of its configurations, and a dense
+counted. The rates of a copy and of a dense product of 8192 x 8192 x 8192 are measured first. Each system has a process
+for each model and role, with a part of the card's memory. All of them compile at the same time; then one after the
+other checks its results against float32 and is timed, on the same card: in turn each of its configurations, and a dense
 product of the same FLOPs, all rows times one weight. The time of that over the system's is its share of the dense rate.
 A process that prints nothing for a while is killed, and its other cases have no times.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -35,6 +36,11 @@ WORKER = pathlib.Path(__file__).resolve().parent / "float_products_worker.py"
 def worker_of(system: str, cases: Sequence[Case]) -> Worker:
     """The process of a system, or of "limits"."""
     return Worker(system, [sys.executable, str(WORKER), system, json.dumps(cases)])
+
+
+def of_layers(cases: Sequence[Case]) -> list[list[Case]]:
+    """The cases of each model and role, whose weights are made once in one process."""
+    return [list(its) for _, its in itertools.groupby(cases, lambda case: (case.model, case.role))]
 
 
 def row_of(system: str, result: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     start = time.monotonic()
     end = start + arguments.limit
     limits = worker_of("limits", [])
-    workers: list[Worker] = []
+    workers: list[tuple[Worker, list[Case]]] = []
     rows: list[dict[str, Any]] = []
     try:
         limits.start()  # before others use the card: XLA times products to choose among them
@@ -97,16 +103,16 @@ def main(argv: Sequence[str]) -> int:
         machine = limits.line(end)
         print(json.dumps(machine), file=sys.stderr, flush=True)
         limits.end()  # and so its memory is free
-        workers += [worker_of(system, cases) for system in systems]
-        for worker in workers:
+        workers += [(worker_of(system, its), its) for system in systems for its in of_layers(cases)]
+        for worker, _ in workers:
             worker.wait_for_compiling(end)
-            print(f"{time.monotonic() - start:.0f} s: {worker.name} is compiled", file=sys.stderr, flush=True)
-        for worker in workers:
-            for result in results(worker, cases, end):
+        print(f"{time.monotonic() - start:.0f} s: all is compiled", file=sys.stderr, flush=True)
+        for worker, its in workers:
+            for result in results(worker, its, end):
                 rows.append(row_of(worker.name, result, machine))
                 print(f"{time.monotonic() - start:.0f} s: {_line(rows[-1])}", file=sys.stderr, flush=True)
     finally:
-        for worker in (limits, *workers):
+        for worker in (limits, *(worker for worker, _ in workers)):
             worker.end()
     print(table(rows, systems, cases))
     if arguments.json:

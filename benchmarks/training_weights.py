@@ -98,7 +98,10 @@ def tokamax_dot() -> Callable[..., jax.Array]:
 
 
 def functions(system: Trained) -> dict[str, Callable[..., Any]]:
-    """A layer as a residual block: forward, with the gradients of x and logits (1, T, E), and also of weights."""
+    """A layer as a residual block: with gradients of x, logits (1, T, E) and weights, without the last, forward alone.
+
+    The first one takes longest to lower, so that it compiles while the others are lowered.
+    """
 
     def forward(x: jax.Array, logits: jax.Array, weights: Any) -> jax.Array:
         return x + system.layer(x, logits[0], weights)
@@ -112,7 +115,7 @@ def functions(system: Trained) -> dict[str, Callable[..., Any]]:
         y, vjp = jax.vjp(lambda x, logits: forward(x, logits, weights), x, logits)
         return Outcome(y, *vjp(dy))
 
-    return {"forward": forward, "rows": rows, "both": both}
+    return {"both": both, "rows": rows, "forward": forward}
 
 
 def expert_gradients(shape: Shape, case: Case, experts: jmx.Experts) -> tuple[jax.Array, jax.Array]:

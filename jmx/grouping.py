@@ -59,10 +59,10 @@ def _rank(keys: Int32[Array, " R"], num_experts: int) -> tuple[Int32[Array, " R"
     num_chunks = max(1, -(-keys.size // _CHUNK))
     padding = num_chunks * _CHUNK - keys.size
     chunks = jnp.pad(keys, (0, padding), constant_values=num_experts + 1).reshape(num_chunks, _CHUNK)
-    counts = (chunks[:, :, None] == jnp.arange(num_experts + 1)).sum(axis=1, dtype=jnp.int32)
+    counts = (chunks[:, :, None] == jnp.arange(num_experts + 1)[None, None]).sum(axis=1, dtype=jnp.int32)
     before = _prefix(counts)
-    earlier = jnp.arange(_CHUNK) < jnp.arange(_CHUNK)[:, None]
-    nth = ((chunks[:, :, None] == chunks[:, None, :]) & earlier).sum(axis=2, dtype=jnp.int32)
+    earlier = jnp.arange(_CHUNK)[None] < jnp.arange(_CHUNK)[:, None]
+    nth = ((chunks[:, :, None] == chunks[:, None, :]) & earlier[None]).sum(axis=2, dtype=jnp.int32)
     rank = jnp.take_along_axis(before[:-1], chunks, axis=1, mode="clip") + nth
     return rank.reshape(-1)[: keys.size], before[-1]
 
@@ -72,14 +72,14 @@ def _prefix(counts: Int32[Array, "C n"]) -> Int32[Array, "C+1 n"]:
     num_rows = counts.shape[0]
     if num_rows > _COMPARED:
         return jnp.pad(jnp.cumsum(counts, axis=0), ((1, 0), (0, 0)))
-    above = jnp.arange(num_rows) < jnp.arange(num_rows + 1)[:, None]
-    return jnp.where(above[:, :, None], counts, 0).sum(axis=1, dtype=jnp.int32)
+    above = jnp.arange(num_rows)[None] < jnp.arange(num_rows + 1)[:, None]
+    return jnp.where(above[:, :, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _sums_below(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
     """(n,) -> (n,): exclusive sums, by a reduction of all pairs, which takes fewer kernels than cumsum."""
     index = jnp.arange(values.size)
-    return jnp.where(index < index[:, None], values, 0).sum(axis=1, dtype=jnp.int32)
+    return jnp.where(index[None] < index[:, None], values[None], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _keys(expert_ids: Integer[AnyArray, "*shape"], num_experts: int) -> Int32[Array, "*shape"]:
@@ -194,7 +194,7 @@ def few(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) 
     one = jnp.uint32(1)
 
     # The experts in use, as bits of words.
-    here = keys[..., None] // _WORD == jnp.arange(num_words)
+    here = keys[..., None] // _WORD == jnp.arange(num_words)[None, None]
     bits = jnp.where(here & (keys < num_experts)[..., None], one << (keys % _WORD).astype(jnp.uint32)[..., None], 0)
     used = lax.reduce(bits, np.uint32(0), lax.bitwise_or, (0, 1))
 
@@ -254,7 +254,7 @@ class SortedRows(NamedTuple):
 
     def expert_of(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
         """The expert of each of some rows, by its number; of rows between those of experts, any expert."""
-        return jnp.sum(self.starts <= rows[:, None], axis=1, dtype=jnp.int32) - 1
+        return jnp.sum(self.starts[None] <= rows[:, None], axis=1, dtype=jnp.int32) - 1
 
 
 def sort_rows(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int) -> SortedRows:
@@ -388,8 +388,9 @@ def _split_groups(sizes: Int32[Array, " E"], starts: Int32[Array, " E"], num_ass
     num_blocks = per_expert.sum(dtype=jnp.int32)
     index = jnp.arange(max_blocks(num_assignments, num_experts, block_m), dtype=jnp.int32)
     real = jnp.minimum(index, num_blocks - 1)[:, None]
-    mine = ((firsts <= real) & (real < firsts + together)) | ((real == lasts) & (together < per_expert))
-    experts = jnp.where(mine, ids, 0).sum(axis=1, dtype=jnp.int32)
+    first, last, joined = firsts[None], lasts[None], together[None]
+    mine = ((first <= real) & (real < first + joined)) | ((real == last) & (joined < per_expert[None]))
+    experts = jnp.where(mine, ids[None], 0).sum(axis=1, dtype=jnp.int32)
     size, shares = sizes[experts], per_expert[experts]
     nth = index - firsts[experts]
     nth = jnp.where((index == lasts[experts]) & (together[experts] < shares), together[experts], nth)
@@ -410,15 +411,15 @@ def _places(
 ) -> tuple[Int32[Array, " E"], Int32[Array, " E"], Int32[Array, " E"]]:
     """For each expert how many of its blocks are next to each other, the place of the first, and that of one more."""
     ids = jnp.arange(sizes.size, dtype=jnp.int32)
-    earlier = ids < ids[:, None]
+    earlier = ids[None] < ids[:, None]
     if not cut.largest_first:
         return per_expert, _sums_below(per_expert), jnp.zeros_like(sizes)
     if cut.whole:
         full = sizes // cut.block_m
         rest = sizes - full * cut.block_m
-        before = ((rest > rest[:, None]) | ((rest == rest[:, None]) & earlier)) & (rest > 0)
+        before = ((rest[None] > rest[:, None]) | ((rest[None] == rest[:, None]) & earlier)) & (rest > 0)[None]
         return full, _sums_below(full), full.sum(dtype=jnp.int32) + before.sum(axis=1, dtype=jnp.int32)
     largest = -(-(_aligned(sizes, cut.align) // cut.align) // jnp.maximum(per_expert, 1))
-    before = (largest > largest[:, None]) | ((largest == largest[:, None]) & earlier)
-    firsts = jnp.where(before, per_expert, 0).sum(axis=1, dtype=jnp.int32)
+    before = (largest[None] > largest[:, None]) | ((largest[None] == largest[:, None]) & earlier)
+    firsts = jnp.where(before, per_expert[None], 0).sum(axis=1, dtype=jnp.int32)
     return per_expert, firsts, jnp.zeros_like(sizes)

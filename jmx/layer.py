@@ -42,7 +42,7 @@ from jmx.selection.problem import (
     with_tokens,
 )
 from jmx.selection.select import check_backend, select
-from jmx.util.checks import check_array, check_bool, check_instance, is_array
+from jmx.util.checks import check_array, check_bool, check_instance, check_values, is_array
 from jmx.util.typing import AnyArray, Array, Bool, Float, Integer
 from jmx.xla import backend as xla
 
@@ -106,6 +106,7 @@ def moe(
     check_bool("save_gate_up", save_gate_up)
     settings = _Settings(activation, weights_on, input_format, backend, save_gate_up)
     tokens = Tokens(x, routing, mask)
+    check_values({**tokens.arrays(), "experts": experts, "adapters": adapters})
     if split is None and isinstance(experts, Experts | MasterExperts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
@@ -203,7 +204,7 @@ def batched_moe(
         check_array("weights", weights, jnp.floating)
         if tuple(weights.shape) != (num_experts, rows):
             raise ValueError(f"`weights` (shape {weights.shape}) must be {(num_experts, rows)}, one a row")
-    filled = jnp.arange(rows) < jnp.asarray(counts)[:, None]
+    filled = jnp.arange(rows)[None] < jnp.asarray(counts)[:, None]
     ids = jnp.where(filled, jnp.arange(num_experts, dtype=jnp.int32)[:, None], NOWHERE)
     weights = jnp.ones(filled.shape, jnp.float32) if weights is None else weights
     y = moe(

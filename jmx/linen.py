@@ -221,7 +221,7 @@ class MoE(nn.Module):
 
         Unlike a call, it does not see the weights: the mesh is the one in scope, else that of x.
         """
-        check_x(x, self.hidden_size)
+        check_x(x, self.hidden_size, abstract=True)
         mesh = mesh_of(x, {})
         return split_of(self.axes, x, {}, 1 if mesh is None else Form.of(self.axes, 0, mesh).num_shards)
 

@@ -366,7 +366,7 @@ class MoE(nnx.Module):
         Raises:
             ValueError, TypeError: an x that the call rejects, or a mesh that does not fit the layer's `axes`.
         """
-        check_x(x, inner(self.skeleton).hidden_size)
+        check_x(x, inner(self.skeleton).hidden_size, abstract=True)
         return split_of(self._axes, x, self.held.arrays(), self.form.num_shards)
 
     @property

@@ -15,7 +15,7 @@ _TARGET = re.compile(r"`\((\.L_\w+|\$[\w$]+)\)")
 _PREDICATE = re.compile(r"!?U?P[0-9T]")
 # Those whose first operand, predicates apart, is a register that they read.
 _READERS = re.compile(r"\w*SETP\b|FCHK|BAR\b|NANOSLEEP|WARPSYNC")
-_OTHER_JUMPS = ("BRX", "JMP", "JMX", "BREAK")
+_OTHER_JUMPS = ("BRX", "JMP", "JMX")  # BREAK is none: it takes threads out of those that a BSYNC waits for
 _ENDS = ("EXIT", "BSYNC", "RET")  # a call goes into its function, and on: so that this one need not come back
 _MANY_GROUPS = 8  # more than a wait lets run on
 

@@ -119,7 +119,7 @@ ROUNDED = [  # weights, inputs, tokens, hidden and intermediate size
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("format", "input_format", "tokens", "hidden", "intermediate"), ROUNDED)
-def test_rounded_inputs_compile_into_two_sound_kernels(format, input_format, tokens, hidden, intermediate, capfd):
+def test_rounded_inputs_compile_into_sound_kernels(format, input_format, tokens, hidden, intermediate, capfd):
     def make(key: jax.Array) -> Experts:
         experts = Experts.random(key, 8, hidden, intermediate, gate_up_order="interleaved", format=FORMATS[format])
         scales = (jnp.float32(0.01), jnp.float32(0.02)) if INPUT_FORMATS[input_format].static else ()
@@ -134,9 +134,11 @@ def test_rounded_inputs_compile_into_two_sound_kernels(format, input_format, tok
     _, kernels = aot.kernels_for_h200(capfd, call, x, ids, weights, experts)
     config = ENGINE.heuristic(jmx.Problem.of(x, 2, experts, "swiglu"), H200)
     products = [kernel for kernel in kernels if "HGMMA" in kernel.sass or "HMMA" in kernel.sass]
-    assert len(products) == 2
+    few = tokens < 4096  # h is rounded in the launch of both products
+    assert len(products) == (1 if few else 2)
     for kernel in products:
-        assert_sound(kernel, config, Tile.of(FORMATS[format]).bytes, num_products=1, max_stack=ROUNDED_STACK)
+        num_products, max_stack = (2, 0) if few else (1, ROUNDED_STACK)
+        assert_sound(kernel, config, Tile.of(FORMATS[format]).bytes, num_products=num_products, max_stack=max_stack)
 
 
 GRADIENTS = [  # weights, tokens, gate

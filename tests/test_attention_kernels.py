@@ -1,6 +1,7 @@
 """Attention kernels for Hopper GPUs against the plain code: interpreted, on a Hopper GPU, and compiled without one."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,12 +15,12 @@ import pytest
 import sass
 from model_steps import relative_error
 
-from jmx.models.attention.functions import attend, flash_attention
+from jmx.models.attention.functions import NO_SINK, attend, flash_attention
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
 from jmx.pallas.attention.schedule import plan
-from jmx.pallas.attention.softmax import RunningSoftmax
+from jmx.pallas.attention.softmax import LEAST, MERGED, RunningSoftmax, SplitResults
 from jmx.selection.environment import Environment
 
 pytestmark = pytest.mark.costly
@@ -37,11 +38,26 @@ def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int,
     return [jnp.asarray(2 * rng.standard_normal((batch, length, *shape)), BF16) for shape in shapes]
 
 
-def plain(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, *rest: Any) -> np.ndarray:
-    """`attend` of prompts in float32."""
+@partial(jax.jit, static_argnames=("window", "scale"))
+def in_float32(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    sinks: jax.Array,
+    starts: jax.Array,
+    window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """`attend`, of keys and values (B, C, kv_heads, D or V)."""
     query, keys, values = (array.astype(jnp.float32) for array in (query, keys, values))
-    starts = jnp.zeros(len(query), jnp.int32)
-    return np.asarray(attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, *rest))
+    return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window, scale)
+
+
+def plain(*arrays: Any, starts: Any = 0, **options: Any) -> np.ndarray:
+    """`in_float32` of queries from `starts` on, on the CPU, which compiles it faster than a GPU."""
+    starts = np.broadcast_to(np.asarray(starts, np.int32), len(arrays[0]))
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(in_float32(*map(np.asarray, arrays), starts, **options))
 
 
 def check_prompt(
@@ -56,10 +72,10 @@ def check_prompt(
     """Both kernels for keys and values of heads on one problem, the one for a token at two positions."""
     query, keys, values = qkv(rng, batch, length, group, *sizes)
     sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
-    expected = plain(query, keys, values, sinks, window, 0.1)
+    expected = plain(query, keys, values, sinks, window=window, scale=0.1)
     assert relative_error(flash_prefill(query, keys, values, sinks, window, 0.1, cores), expected) <= TOLERANCE
     if sizes[0] == sizes[1]:
-        expected = plain(query, keys, values, sinks, window)
+        expected = plain(query, keys, values, sinks, window=window)
         held, rows = jnp.stack([keys, values]).swapaxes(2, 3), np.arange(batch)
         at = np.append(rng.integers(length, size=batch - 1), length - 1)
         got = flash_decode(query[rows, at], held, sinks, jnp.asarray(at, jnp.int32), window)
@@ -71,14 +87,15 @@ def check_latent(
 ) -> None:
     """The kernel for latents; those beyond a row's position are large, and have no effect."""
     (width, rank), batch = sizes, len(positions)
-    latents = jnp.asarray(rng.standard_normal((batch, capacity, width)), BF16)
-    beyond = jnp.arange(capacity)[:, None] > jnp.asarray(positions)[:, None, None]
-    latents = jnp.where(beyond, jnp.asarray(1e4, BF16), latents)
-    query = jnp.asarray(rng.standard_normal((batch, heads, width)), BF16)
+    latents = rng.standard_normal((batch, capacity, width))
+    for row, position in enumerate(positions):
+        latents[row, position + 1 :] = 1e4
+    latents = latents.astype(BF16)
+    query = rng.standard_normal((batch, heads, width)).astype(BF16)
+    keys, no_sinks = latents[:, :, None], np.full(heads, NO_SINK, np.float32)
+    expected = plain(query[:, None], keys, keys[..., :rank], no_sinks, starts=positions, scale=0.1)[:, 0]
     starts = jnp.asarray(positions, jnp.int32)
-    wide, keys = query[:, None].astype(jnp.float32), latents[:, None].astype(jnp.float32)
-    expected = attend(wide, keys, keys[..., :rank], jnp.full(heads, -1e30), starts, None, 0.1)[:, 0]
-    got = flash_decode_latent(query, latents, starts, rank, 0.1, cores)
+    got = flash_decode_latent(jnp.asarray(query), jnp.asarray(latents), starts, rank, 0.1, cores)
     assert got.shape == (batch, heads, rank)
     for row in range(batch):
         assert relative_error(got[row], expected[row]) <= TOLERANCE
@@ -94,6 +111,23 @@ def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(ctas: int, head
     assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
     steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
     assert max(steps) - min(steps) <= most + 1
+
+
+@pytest.mark.parametrize("splits", [1, 3, MERGED, MERGED + 1, 2 * MERGED + 1, MERGED * MERGED])
+def test_softmaxes_of_splits_are_merged(rng: np.random.Generator, splits: int) -> None:
+    rows, keys, channels = (2, 30), 5, 4
+    sinks = rng.choice([-1e30, -200.0, 0.0, 200.0], size=rows)
+    scores = 40 * rng.standard_normal((splits, *rows, keys))
+    scores[splits // 3 + 1 :: 3] = -np.inf  # splits without keys
+    values = rng.standard_normal((splits, *rows, keys, channels))
+    peaks = np.maximum(scores.max(-1), LEAST)
+    weights = np.exp2(scores - peaks[..., None])
+    parts = np.einsum("sbhk,sbhkc->sbhc", weights, values), peaks, weights.sum(-1)
+    got = SplitResults(*(jnp.asarray(part, jnp.float32) for part in parts)).merged().results(jnp.asarray(sinks, jnp.float32))
+    shares = np.exp2(scores - scores.max((0, 3), keepdims=True))
+    total = shares.sum((0, 3)) + np.exp2(sinks - scores.max((0, 3)))
+    expected = np.einsum("sbhk,sbhkc->bhc", shares, values) / total[..., None]
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
 
 
 # Interpreted
@@ -199,13 +233,19 @@ def test_gradients_of_prompts_on_a_gpu(rng: np.random.Generator, window: int | N
     *arrays, dout = (jnp.asarray(rng.standard_normal((2, 512, heads, 64)), BF16) for heads in (16, 2, 2, 16))
     arrays.append(jnp.asarray(rng.standard_normal(16), jnp.float32))
 
-    def in_float32(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array) -> jax.Array:
-        starts = jnp.zeros(len(query), jnp.int32)
-        return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window)
+    @jax.jit
+    def gradients(arrays: list[jax.Array], dout: jax.Array) -> Any:
+        _, vjp = jax.vjp(lambda *arrays: flash_attention(*arrays, window, None), *arrays)
+        return vjp(dout)
 
-    _, vjp = jax.vjp(in_float32, *(array.astype(jnp.float32) for array in arrays))
-    _, of_kernel = jax.vjp(lambda *arrays: flash_attention(*arrays, window, None), *arrays)
-    for got, expected in zip(of_kernel(dout), vjp(dout.astype(jnp.float32)), strict=True):
+    @jax.jit
+    def expected_gradients(arrays: list[jax.Array], dout: jax.Array) -> Any:
+        starts = jnp.zeros(len(dout), jnp.int32)
+        _, vjp = jax.vjp(lambda *arrays: in_float32(*arrays, starts, window=window), *arrays)
+        return vjp(dout.astype(jnp.float32))
+
+    wide = [array.astype(jnp.float32) for array in arrays]
+    for got, expected in zip(gradients(arrays, dout), expected_gradients(wide, dout), strict=True):
         assert relative_error(got.astype(jnp.float32), expected) <= 1e-2
 
 
@@ -299,3 +339,20 @@ def test_the_kernel_of_latents_compiles_for_an_h200(heads: int, capfd: pytest.Ca
     query, latents = shape((batch, heads, 576), BF16), shape((batch, 8192, 576), BF16)
     results = 1.1 * CORES * 64 * 512 * 4  # of at most one CTA an SM
     compiled(capfd, call, query, latents, shape((batch,), jnp.int32), largest_temporary=results)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("latent", [False, True])
+def test_results_of_splits_are_merged_by_one_kernel(latent: bool) -> None:
+    shape, position = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1,), jnp.int32)
+    if latent:
+        call = partial(flash_decode_latent, rank=512, scale=0.1, core_count=CORES)
+        arguments = shape((1, 16, 576), BF16), shape((1, 8192, 576), BF16), position
+    else:
+        call = partial(flash_decode, window=None)
+        cache = shape((2, 1, 8, 8192, 64), BF16)
+        arguments = shape((1, 64, 64), BF16), cache, shape((64,), jnp.float32), position
+    program = aot.compile_for_h200(call, *arguments).as_text() or ""
+    entry = program[program.index("\nENTRY ") :]
+    assert len(re.findall(r" custom-call\(", entry)) == 1
+    assert len(re.findall(r" (?:fusion|reduce)\(", entry)) == 1

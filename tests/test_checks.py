@@ -52,12 +52,14 @@ def test_keys_old_and_new():
         checks.check_key("key", jax.random.split(jax.random.key(0), 2))
 
 
-def test_arrays_may_be_abstract_or_traced():
+def test_arrays_may_be_traced_and_where_shapes_are_enough_abstract():
     shape = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
-    assert checks.check_array("x", shape, jnp.floating, (None, 3)) is shape
+    assert checks.check_array("x", shape, jnp.floating, (None, 3), abstract=True) is shape
+    with pytest.raises(TypeError, match=r"`x` \(a ShapeDtypeStruct of dtype bfloat16 and .*\) must have values"):
+        checks.check_array("x", shape, jnp.floating)
     assert jax.eval_shape(lambda x: checks.check_array("x", x, jnp.floating), shape).shape == (2, 3)
     with pytest.raises(ValueError, match=r"`x` \(shape \(2, 3\)\) must be of shape \(\.\.\., 4\)"):
-        checks.check_array("x", shape, None, (None, 4))
+        checks.check_array("x", shape, None, (None, 4), abstract=True)
 
 
 def test_paths():

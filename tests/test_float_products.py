@@ -1,6 +1,7 @@
 """The kernels for float weights: their blocks, schedules and sizes of tiles; themselves on a Hopper GPU."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -144,63 +145,70 @@ def test_wrong_configurations(change):
         dataclasses.replace(Config(256, 2, 4), **change)
 
 
-# On a Hopper GPU
+# On a Hopper GPU: few programs, each of which takes all of the groups
+
+
+def as_many(cases: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """These sizes with empty groups after them, so that all have as many."""
+    most = max(map(len, cases.values()))
+    return {name: np.array(sizes + [0] * (most - len(sizes)), np.int32) for name, sizes in cases.items()}
+
+
+@pytest.fixture
+def cores():
+    if Environment.probe().compute_capability != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return jax.devices()[0].core_count
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(128, 192), (448, 64), (320, 576)])
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
-@pytest.mark.parametrize("name", KERNEL_SIZES)
 @pytest.mark.parametrize(
     ("dtype", "result"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")]
 )
-def test_kernels_on_a_gpu(name, dtype, result, warpgroups, rng):
+def test_kernels_on_a_gpu(dtype, result, warpgroups, n, k, rng, cores):
     """Rows of no group hold NaN, which must not reach any result."""
-    if Environment.probe().compute_capability != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    sizes = jnp.asarray(KERNEL_SIZES[name], jnp.int32)
-    used = int(sizes.sum())
-    num_rows = -(-(used + 5) // 8) * 8
-    for n, k in ((128, 192), (448, 64), (320, 576)):
+    cases = as_many(KERNEL_SIZES)
+    num_rows = max(int(sizes.sum()) for sizes in cases.values()) // 8 * 8 + 8
+    configs = [deepest(min(256 if warpgroups < 3 else 192, size), warpgroups) for size in (n, k)]
+    staged = deepest(configs[1].block_n, warpgroups, staged=True)
+    to_n, to_k, in_shared = (Launch(jnp.dtype(result), config, cores) for config in (*configs, staged))
+    forward, dx = (
+        jax.jit(partial(product, its=its, transposed=transposed)) for its, transposed in ((to_n, False), (to_k, True))
+    )
+    outers = [jax.jit(partial(outer, its=its)) for its in (to_k, in_shared)]
+    bound = "float32" if result == "float32" else "bfloat16"
+    for sizes in cases.values():
+        used, groups = int(sizes.sum()), Groups.of(jnp.asarray(sizes))
         rows, d = (jnp.asarray(rng.standard_normal((num_rows, size)), dtype) for size in (k, n))
         rows, d = (array.at[used:].set(jnp.nan) for array in (rows, d))
         weights = jnp.asarray(rng.standard_normal((sizes.size, n, k)), dtype)
         products, drows, dweights = exact(sizes, rows, weights, d)
-        cores = jax.devices()[0].core_count
-        its = [
-            Launch(jnp.dtype(result), deepest(min(256 if warpgroups < 3 else 192, size), warpgroups), cores)
-            for size in (n, k)
-        ]
-        bound = "float32" if result == "float32" else "bfloat16"
-        got = product(rows, weights, Groups.of(sizes), its[0], transposed=False)
-        assert_close(got[:used], products, bound)
-        got = product(d, weights, Groups.of(sizes), its[1], transposed=True)
-        assert_close(got[:used], drows[:used], bound)
-        for staged in (False, True):
-            config = deepest(its[1].config.block_n, warpgroups, staged=staged)
-            got = outer(d, rows, Groups.of(sizes), its[1]._replace(config=config))
-            assert_close(got, dweights, bound)
+        assert_close(forward(rows, weights, groups)[:used], products, bound)
+        assert_close(dx(d, weights, groups)[:used], drows[:used], bound)
+        for run in outers:
+            assert_close(run(d, rows, groups), dweights, bound)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(128, 192), (448, 64), (320, 576), (64, 128)])
 @pytest.mark.parametrize("block_n", [144, 192])
-@pytest.mark.parametrize("name", KERNEL_SIZES | FITTED_SIZES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_products_in_fitted_blocks_on_a_gpu(name, dtype, block_n, rng):
+def test_products_in_fitted_blocks_on_a_gpu(dtype, block_n, n, k, rng, cores):
     """Rows between groups hold NaN, and the rows after each group that may be written are less than 8."""
-    if Environment.probe().compute_capability != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    sizes = np.array((KERNEL_SIZES | FITTED_SIZES)[name], np.int32)
-    starts = aligned_starts(sizes)
-    num_rows = int((starts + sizes).max()) // 8 * 8 + 8
-    inside = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-    inside = inside.astype(np.int32)
-    groups, cores = Groups.at(jnp.asarray(starts), jnp.asarray(sizes)), jax.devices()[0].core_count
-    for n, k in ((128, 192), (448, 64), (320, 576), (64, 128)):
+    cases = as_many(KERNEL_SIZES | FITTED_SIZES)
+    num_rows = max(int((aligned_starts(sizes) + sizes).max()) for sizes in cases.values()) // 8 * 8 + 8
+    launch = Launch(jnp.dtype(dtype), FittedConfig(block_n), cores)
+    forward, dx = (jax.jit(partial(product, its=launch, transposed=transposed)) for transposed in (False, True))
+    for sizes in cases.values():
+        starts = aligned_starts(sizes)
+        inside = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        inside = np.concatenate(inside).astype(np.int32)
+        groups = Groups.at(jnp.asarray(starts), jnp.asarray(sizes))
         packed, d = (jnp.asarray(rng.standard_normal((inside.size, size)), dtype) for size in (k, n))
         weights = jnp.asarray(rng.standard_normal((sizes.size, n, k)), dtype)
         products, drows, _ = exact(sizes, packed, weights, d)
         rows, drows_of = (jnp.full((num_rows, its.shape[1]), jnp.nan, dtype).at[inside].set(its) for its in (packed, d))
-        launch = Launch(jnp.dtype(dtype), FittedConfig(block_n), cores)
-        for operand, transposed, want in ((rows, False, products), (drows_of, True, drows)):
-            got = product(operand, weights, groups, launch, transposed=transposed)
-            assert_close(got[inside], want, "bfloat16")
+        assert_close(forward(rows, weights, groups)[inside], products, "bfloat16")
+        assert_close(dx(drows_of, weights, groups)[inside], drows, "bfloat16")

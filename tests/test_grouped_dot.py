@@ -29,13 +29,12 @@ def data(rng, name, dtype):
 def exact(sizes, rows, weights, d):
     """float64: products, and the gradients of their inner product with d."""
     rows, weights, d = (np.asarray(array, np.float64) for array in (rows, weights, d))
-    expert = np.repeat(np.arange(len(sizes)), np.asarray(sizes))
-    own, d = rows[: len(expert)], d[: len(expert)]
-    products = np.einsum("rk,rnk->rn", own, weights[expert])
-    drows = np.zeros_like(rows)
-    drows[: len(expert)] = np.einsum("rn,rnk->rk", d, weights[expert])
-    dweights = np.zeros_like(weights)
-    np.add.at(dweights, expert, d[:, :, None] * own[:, None])
+    ends = np.cumsum(sizes)
+    products, drows, dweights = np.zeros((ends[-1], weights.shape[1])), np.zeros_like(rows), np.zeros_like(weights)
+    for group, end in enumerate(ends):
+        mine = slice(end - int(sizes[group]), end)
+        products[mine], drows[mine] = rows[mine] @ weights[group].T, d[mine] @ weights[group]
+        dweights[group] = d[mine].T @ rows[mine]
     return products, drows, dweights
 
 

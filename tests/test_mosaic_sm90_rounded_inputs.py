@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from ptx import run_ptx
 
+import jmx
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
+from jmx.pallas.mosaic_sm90 import fused_rounding
 from jmx.pallas.mosaic_sm90 import round_rows as by_kernel
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, round_rows
+from jmx.routing import Routing
 from jmx.selection.environment import Environment
 
 E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -159,3 +162,70 @@ def test_it_has_the_bits_of_the_definition(name, dtype, placed, rng):
         np.testing.assert_array_equal(rows[sound, :columns], expected[sound])
         assert (np.signbit(rows[:, :columns]) == np.signbit(expected))[np.isfinite(expected) & sound[:, None]].all()
         assert not np.any(rows[np.isfinite(expected).all(axis=1) & sound, columns:])
+
+
+# h rounded in the launch of both products
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_what_a_launch_writes_of_rounded_rows_and_which_scales_are_known_before(name):
+    """Each row's scale is written where rows have one; that of nvfp4's tensor is known; other formats have none."""
+    format = INPUT_FORMATS[name]
+    rounding = fused_rounding.Rounding(format=format, static_scale=SCALE if format.static else None, columns=200)
+    values, *scales = rounding.shapes(5)
+    assert (values.shape, values.dtype) == ((5, 256), jnp.bfloat16)
+    known = rounding.given_scales(5)
+    by_row = name in ("fp8_static", "fp8_token", "int8_token")
+    assert [(one.shape, one.dtype) for one in scales] == [((5,), jnp.float32)] * by_row
+    assert (known is not None) == (name == "nvfp4")
+    if known is not None:
+        np.testing.assert_array_equal(known, np.full(5, SCALE))
+
+
+@pytest.mark.parametrize(("num_rows", "few"), [(1, True), (2 * 3 * 132, True), (2 * 3 * 132 + 1, False)])
+def test_rows_are_few_while_a_warpgroup_rounds_up_to_three(num_rows, few):
+    assert fused_rounding.pays(num_rows, 2, 132) is few
+
+
+FUSED = [  # weights, inputs, tokens, experts, slots, sizes, dtype
+    ("mxfp4", "mxfp8", 1, 32, 4, (2880, 2880), jnp.bfloat16),
+    ("mxfp4", "mxfp4", 64, 32, 4, (2880, 2880), jnp.bfloat16),
+    ("mxfp4", "nvfp4", 3, 8, 2, (512, 256), jnp.float16),
+    ("nvfp4", "nvfp4", 20, 8, 3, (1024, 768), jnp.bfloat16),
+    ("mxint4", "mxfp4", 300, 16, 4, (512, 256), jnp.float16),
+    ("int8_channel", "fp8_token", 64, 32, 4, (2880, 2880), jnp.bfloat16),
+    ("int4_g64", "int8_token", 33, 8, 2, (512, 320), jnp.bfloat16),
+    ("int4_g32", "fp8_static", 1, 8, 2, (512, 256), jnp.float16),
+    ("nvfp4", "fp8_block_ue8m0", 130, 8, 2, (512, 384), jnp.bfloat16),
+    ("int4_g128_order", "int8_token", 40, 8, 2, (512, 256), jnp.bfloat16),
+    ("int4_g128_order", "fp8_token", 2, 8, 2, (512, 256), jnp.bfloat16),
+    ("fp8_channel", "mxfp8", 12, 16, 4, (1024, 512), jnp.bfloat16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routed", ["all", "two_thirds", "one_expert"])
+@pytest.mark.parametrize(("weights", "inputs", "tokens", "num", "slots", "sizes", "dtype"), FUSED)
+def test_one_launch_gives_the_bits_of_two(weights, inputs, tokens, num, slots, sizes, dtype, routed, rng, monkeypatch):
+    key = jax.random.key(int(rng.integers(1 << 30)))
+    experts = jmx.Experts.random(key, num, *sizes, gate_up_order="interleaved", format=FORMATS[weights])
+    static = (jnp.float32(0.02), jnp.float32(0.013)) if INPUT_FORMATS[inputs].static else ()
+    experts = experts.with_inputs(inputs, *static).prepare("mosaic_sm90")
+    x = jnp.asarray(rng.standard_normal((tokens, sizes[0])), jnp.float32).astype(dtype)
+    ids = np.stack([rng.permutation(num)[:slots] for _ in range(tokens)]).astype(np.int32)
+    if routed == "two_thirds":
+        ids[::3] = -1
+    if routed == "one_expert":
+        ids[:], ids[:, 0] = -1, 1
+    routing = Routing(ids, rng.uniform(0.2, 1, ids.shape).astype(np.float32))
+
+    def found() -> np.ndarray:
+        call = jax.jit(lambda x, *of: jmx.moe(x, Routing(*of[:2]), of[2], activation="swiglu", backend="mosaic"))
+        return np.asarray(call(x, *routing, experts).astype(jnp.float32))
+
+    one = [found() for _ in range(3)]
+    monkeypatch.setattr(fused_rounding, "pays", lambda *_: False)
+    two = found()
+    assert np.abs(two).max() > 0 or (routed == "two_thirds" and tokens == 1)
+    for y in one:
+        np.testing.assert_array_equal(y, two)

@@ -173,7 +173,6 @@ SHORT = {
     "models.families.olmoe": "each family has a file",
     "models.families.qwen3_moe": "each family has a file",
     "numerics.tensor_scales": "the reference and a backend import it",
-    "pallas.attention.schedule": "numpy alone: the kernel it plans has 425 lines",
     "pallas.quiet": "both packages of kernels in Triton import it",
     "pallas.sm90.layout_inference": "jax 0.11 needs it, so that it goes as a whole",
     "parallel.exchanges": "the list of exchanges, each of which imports their protocol",

@@ -402,7 +402,7 @@ def reference_scales(x, format):
         for first in range(0, len(x), 128):
             amax[first : first + 128] = amax[first : first + 128].max(axis=0)
     if format is NVFP4:
-        total = amax.max() / np.float32(448 * 6)
+        total = np.float32(1) / (np.float32(448 * 6) / amax.max())
         return amax / np.float32(6) / total, total
     if "zero_points" in format.arrays:
         span = np.maximum(blocks.max(axis=-1), 0) - np.minimum(blocks.min(axis=-1), 0)

@@ -78,7 +78,7 @@ def test_a_trained_model_is_served_with_the_outputs_of_training(gradients, rng, 
 
 @pytest.mark.costly
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("format", ["mxfp4", "int4_g32", "int8_channel_asym", "fp8_channel", "fp8_tensor"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32", "int8_channel_asym", "fp8_channel", "fp8_tensor"])
 @pytest.mark.parametrize("name", NEW)
 def test_exported_masters_are_the_experts_that_reading_quantizes(name, format, tmp_path):
     model = load(GOLDEN / name, format=format, qat=QAT())

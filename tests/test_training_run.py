@@ -75,6 +75,23 @@ def test_the_curve_has_means_and_the_last_two_checkpoints_stay(
     assert f"step 13: loss {curve[-1][1]:.3f}, " in capsys.readouterr().out
 
 
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
+    first, second = Training(tmp_path / "run"), Training(tmp_path / "run")
+    taken, messages = first.step, []
+
+    def step(number: int) -> jax.Array:
+        if number == 7:
+            with pytest.raises(ValueError, match=r"`folder` \(=.*run\) must be of one training at a time"):
+                second.train()
+            messages.append(number)
+        return taken(number)
+
+    curve = first.run.train((first.model, first.optimizer), step, tokens_per_step=4)
+    assert messages == [7]
+    assert second.taken == []
+    assert second.train() == curve  # of the last checkpoint
+
+
 @pytest.mark.parametrize("stops", [1, 3, 5, 8, 9, 13])
 def test_a_training_that_was_stopped_continues_with_the_same_bits(
     tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], stops: int

@@ -8,7 +8,16 @@ import pytest
 import jmx
 from jmx.backends import registered_backends
 from jmx.pallas.triton.backend import Triton
-from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, decodes_once, heuristic
+from jmx.pallas.triton.config import (
+    FEW_TOKENS,
+    SHARED_MEMORY,
+    Config,
+    candidates,
+    check,
+    copies_tokens,
+    decodes_once,
+    heuristic,
+)
 from jmx.selection.tuning import Tunable
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
@@ -63,6 +72,7 @@ def test_the_heuristic_runs_on_every_machine_at_every_size(top_k, num_experts):
         config = heuristic(tokens, min(top_k, num_experts), num_experts, capability)
         assert config.num_stages >= 2  # else nothing is fetched while something is computed
         assert decodes_once(config, capability)
+        assert copies_tokens(config)
         check(config, capability)
 
 

@@ -44,6 +44,8 @@ class Opaque:
 # Wrong values of each kind of argument. None is one of them where it is not allowed.
 _NO_NUMBER: list[Any] = [None, "3", [3], {}, Opaque(), np.ones(2), jnp.ones((2, 2), jnp.int32)]
 _NO_ARRAY: list[Any] = [None, "x", [[1.0]], {}, Opaque(), 3, 2.5, math.nan]
+_NO_FLOATS: list[Any] = [np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)]
+_NO_VALUES = [jax.ShapeDtypeStruct((3, 32), np.float32), jax.ShapeDtypeStruct((3, 2), np.int32)]
 KINDS: dict[str, list[Any]] = {
     "size": [*_NO_NUMBER, 2.5, math.nan, True, np.float32(2), -1, 0, np.int64(-3)],
     "size or None": [*_NO_NUMBER[1:], 2.5, math.nan, True, np.float32(2), -1, 0, np.int64(-3)],
@@ -58,12 +60,13 @@ KINDS: dict[str, list[Any]] = {
     "text": [None, 3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
     "text or None": [3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
     "dtype": [None, "no such", 3, 2.5, ["x"], Opaque(), jnp.int8, jnp.float8_e5m2, np.float64],
-    "floats": [*_NO_ARRAY, np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
-    "floats or None": [*_NO_ARRAY[1:], np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
-    "integers": [*_NO_ARRAY, np.ones((3, 2), np.float32), np.ones((2, 3), bool)],
+    "floats": [*_NO_ARRAY, *_NO_FLOATS, *_NO_VALUES],
+    "floats or None": [*_NO_ARRAY[1:], *_NO_FLOATS, *_NO_VALUES],
+    "floats or their shape": [*_NO_ARRAY, *_NO_FLOATS],
+    "integers": [*_NO_ARRAY, np.ones((3, 2), np.float32), np.ones((2, 3), bool), *_NO_VALUES],
     "strings": [None, "x", 3, 2.5, {}, Opaque(), [None], [3], [""]],
     "list or None": ["x", 3, 2.5, {}, Opaque(), np.ones(3)],
-    "mask": ["x", [True], {}, Opaque(), True, np.ones(T), np.ones(T + 1, bool)],
+    "mask": ["x", [True], {}, Opaque(), True, np.ones(T), np.ones(T + 1, bool), jax.ShapeDtypeStruct((T,), bool)],
     "key": [*_NO_ARRAY, np.ones(2, np.float32), np.ones(2, np.int32), jnp.uint32(1)],
     "shape": [None, 3, "64", (64,), (1, 2, 3), (64, -1), (64, 2.5), (True, 64), {}, Opaque()],
     "any shape": [None, 3, "64", (), (64, -1), (64, 2.5), (64, "x"), {}, Opaque()],
@@ -91,8 +94,8 @@ KINDS: dict[str, list[Any]] = {
     "function": [None, "x", 3, [], {}, Opaque(), np.ones(2)],
     "weight": [None, "x", 3, [], {}, Opaque(), np.ones((2, 32)), (np.ones(2), np.ones(2))],
     "tree": [None, "x", [], {}, Opaque(), [Opaque()]],
-    "array": _NO_ARRAY,
-    "bias": ["x", [1.0], {}, Opaque(), 3, np.ones((E, 2 * I), np.int32), np.ones((E, 7), np.float32)],
+    "array": [*_NO_ARRAY, *_NO_VALUES],
+    "bias": ["x", [1.0], {}, Opaque(), 3, np.ones((E, 2 * I), np.int32), np.ones((E, 7), np.float32), _NO_VALUES[0]],
 }
 UNCHECKED = "anything does"  # only printed, or handed to a function of the caller's own
 
@@ -418,7 +421,7 @@ ROWS: dict[str, Row] = {
     ),
     "jmx.Problem.of": Row(
         {
-            "x": "floats",
+            "x": "floats or their shape",
             "top_k": "count",
             "experts": "object",
             "activation": "named",
@@ -532,8 +535,8 @@ ROWS: dict[str, Row] = {
     "jmx.nnx.MoE": Row(MODULE | {"rngs": "object"}, lambda: SIZES | {"rngs": nnx.Rngs(0)}),
     "jmx.nnx.MoE.__call__": Row(CALL, lambda: {"x": X}, lambda **a: layer()(**a)),
     "jmx.nnx.MoE.route": Row({"x": "floats", "mask": "mask"}, lambda: {"x": X}, lambda **a: layer().route(**a)),
-    "jmx.nnx.MoE.problem": Row({"x": "floats"}, call=lambda x: layer().problem(x)),
-    "jmx.nnx.MoE.split_of": Row({"x": "floats"}, call=lambda x: layer().split_of(x)),
+    "jmx.nnx.MoE.problem": Row({"x": "floats or their shape"}, call=lambda x: layer().problem(x)),
+    "jmx.nnx.MoE.split_of": Row({"x": "floats or their shape"}, call=lambda x: layer().split_of(x)),
     "jmx.nnx.MoE.token_counts": Row({"routing": "object"}, call=lambda routing: layer().token_counts(routing)),
     "jmx.nnx.MoE.hold": Row({"held": "object"}, call=lambda held: layer().hold(held)),
     "jmx.nnx.MoE.update": Row({"new": "object"}, call=lambda new: layer().update(new)),
@@ -542,8 +545,8 @@ ROWS: dict[str, Row] = {
     "jmx.linen.MoE": Row(MODULE, lambda: SIZES),
     "jmx.linen.MoE.__call__": Row(CALL, lambda: {"x": X}, of_linen(None)),
     "jmx.linen.MoE.route": Row({"x": "floats", "mask": "mask"}, lambda: {"x": X}, of_linen("route")),
-    "jmx.linen.MoE.problem": Row({"x": "floats"}, call=of_linen("problem")),
-    "jmx.linen.MoE.split_of": Row({"x": "floats"}, call=of_linen("split_of")),
+    "jmx.linen.MoE.problem": Row({"x": "floats or their shape"}, call=of_linen("problem")),
+    "jmx.linen.MoE.split_of": Row({"x": "floats or their shape"}, call=of_linen("split_of")),
     "jmx.linen.MoE.token_counts": Row({"routing": "object"}, call=of_linen("token_counts")),
     "jmx.linen.MoE.held": Row({"variables": "mapping"}, call=lambda variables: linen()[0].held(variables)),
     "jmx.linen.MoE.experts_of": Row({"variables": "mapping"}, call=lambda variables: linen()[0].experts_of(variables)),

@@ -66,7 +66,7 @@ def _take(matrices: Float[Array, "E N K"], experts: Int32[Array, " n"]) -> Float
 
 def _take_backward(residuals: tuple[Any, Any], d: Float[Array, "n N K"]) -> tuple[Any, None]:
     experts, like = residuals
-    chosen = (jnp.arange(like.shape[0])[:, None] == experts).astype(d.dtype)
+    chosen = (jnp.arange(like.shape[0])[:, None] == experts[None]).astype(d.dtype)
     total = jnp.einsum("eb,bnk->enk", chosen, d, precision=precision(d.dtype), preferred_element_type=jnp.float32)
     return total.astype(d.dtype), None
 

@@ -103,7 +103,7 @@ def _collect(of_rows: Float[Array, "R r"], rows: Rows, num_experts: int) -> Floa
     for slot in range(row_of.shape[1]):
         row = row_of[:, slot]
         found = of_rows.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
-        here = (row >= 0)[:, None] if num_experts == 1 else ids[:, slot, None] == jnp.arange(num_experts)
+        here = (row >= 0)[:, None] if num_experts == 1 else ids[:, slot, None] == jnp.arange(num_experts)[None]
         total += jnp.where(here[..., None], found[:, None], 0)
     return total
 

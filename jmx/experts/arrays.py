@@ -50,7 +50,7 @@ def expected_shapes(experts: Experts) -> dict[str, tuple[int, ...]]:
 def _leading(experts: Experts) -> tuple[int, ...]:
     """Leading axes of gate_up's values: (E,), or (L, E) of a stack with an index; errors for others."""
     index, values = experts.index, experts.gate_up.values
-    check_array("experts.gate_up_values", values)
+    check_array("experts.gate_up_values", values, abstract=True)
     rank = layouts.abstract(experts.layout, experts.spec("gate_up")).values.ndim - 1  # of one expert's
     stacked = int(index is not None)
     if index is None and len(values.shape) == rank + 2:
@@ -64,7 +64,7 @@ def _leading(experts: Experts) -> tuple[int, ...]:
             f"{'layers, ' * stacked}experts and those of {experts.layout!r}"
         )
     if index is not None:
-        check_array("experts.index", index)
+        check_array("experts.index", index, abstract=True)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(f"`experts.index` (dtype {index.dtype}) must be an integer")
         if index.shape != ():
@@ -98,7 +98,7 @@ def _check_array(
         if array is not None:
             raise TypeError(f"`{name}` (a {type(array).__name__}) must be None for {weights}")
         return
-    check_array(name, array)
+    check_array(name, array, abstract=True)
     if tuple(array.shape) != shape:
         sizes = "hidden_size={} and intermediate_size={}".format(*experts.array_sizes)
         raise ValueError(

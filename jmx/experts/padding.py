@@ -13,7 +13,7 @@ from jmx.numerics import resizing
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.gate_up import is_interleaved
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.util.checks import check_int
+from jmx.util.checks import check_int, check_values
 from jmx.util.typing import Array, Float, Shaped
 
 # `resizing.pad` or `resizing.unpad`.
@@ -35,6 +35,7 @@ def resized(experts: Any, sizes: tuple[int, int], resize: Resize) -> Any:
         ValueError: sizes that blocks of the weights or of declared inputs do not allow.
     """
     check_blocks(experts, sizes)
+    check_values({"experts": experts})
     hidden, intermediate = sizes
     order, gate_up_bias, down_bias = experts.gate_up_order, experts.gate_up_bias, experts.down_bias
     if gate_up_bias is not None:

@@ -238,7 +238,7 @@ def check_targets(name: str, targets: tuple[str, ...], gated: bool) -> None:
 
 
 def _check_matrix(name: str, matrix: Any, num_experts: int) -> None:
-    check_array(name, matrix, jnp.floating)
+    check_array(name, matrix, jnp.floating, abstract=True)
     if jnp.dtype(matrix.dtype).itemsize < 2:
         raise TypeError(f"`{name}` (dtype {matrix.dtype}) must be floating, of 16 bits or more")
     lead = tuple(matrix.shape[:-2])

@@ -198,8 +198,8 @@ class Model(nnx.Module):
 
     def embed(self, tokens: jax.Array, starts: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The residual stream before the first layer (B, T, H), and the angles of the positions of `tokens`."""
-        positions = jnp.arange(tokens.shape[1])
-        angles = self.angles(positions[None] if starts is None else starts[:, None] + positions)
+        positions = jnp.arange(tokens.shape[1])[None]
+        angles = self.angles(positions if starts is None else starts[:, None] + positions)
         return self.by_row(self.embedding[...][tokens]), angles
 
     def cache_layers(self, batch: int, capacity: int) -> list[jax.ShapeDtypeStruct]:

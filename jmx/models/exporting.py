@@ -56,8 +56,8 @@ def export(
     Master weights are rounded as each call rounds them. With MXFP4 gpt-oss has the published form; other quantized
     experts are written as compressed-tensors; experts in floats as transformers has them, without any quantization, in
     the dtype of their weights. What is outside experts keeps its dtype. The outputs are the same bits on one backend,
-    if `load` gets the dtype of this model, except in NVFP4, of whose global scales these files hold the reciprocals,
-    rounded.
+    if `load` gets the dtype of this model. (Files in NVFP4 hold reciprocals of global scales: those that `quantize`
+    makes and those of compressed-tensors give the same bits again, others, as ModelOpt's, may differ in the last one.)
 
     Args:
         path: must not exist. It appears when it is complete; a failure leaves nothing behind.

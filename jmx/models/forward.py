@@ -62,7 +62,7 @@ class Forward:
             arrays: list[jax.Array], tokens: jax.Array, starts: jax.Array | None, lengths: jax.Array
         ) -> tuple[jax.Array, Any, jax.Array]:
             x, angles = weights.merge(arrays).embed(tokens, starts)
-            return x, angles, jnp.arange(tokens.shape[1]) < lengths[:, None]
+            return x, angles, jnp.arange(tokens.shape[1])[None] < lengths[:, None]
 
         def head(arrays: list[jax.Array], x: jax.Array, lengths: jax.Array | None) -> jax.Array:
             if lengths is not None:

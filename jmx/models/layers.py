@@ -32,7 +32,7 @@ class RMSNorm(nnx.Module):
         self.summed: tuple[str, ...] = ()  # mesh axes along which devices have other parts of x
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * self.scale[...] * self.rate(x)).astype(x.dtype)
+        return (x.astype(jnp.float32) * lax.broadcast_to_rank(self.scale[...], x.ndim) * self.rate(x)).astype(x.dtype)
 
     def rate(self, x: jax.Array) -> jax.Array:
         """1 / sqrt(mean(x^2) + epsilon), float32 (..., 1)."""
@@ -143,15 +143,15 @@ def project(
         # For one row, a plain sum reads the weights once, at memory bandwidth, and fuses with neighboring operations.
         # A product would be autotuned by XLA's GPU compiler, in buffers three times as large as the weights.
         # The norm's rate multiplies the result, so that its sum and the scaled row are computed in one kernel.
-        row = x.astype(jnp.float32) * (1 if norm is None else norm.scale[...])
-        row = jax.lax.optimization_barrier(row.reshape(-1))
-        out = jnp.sum(weights.astype(jnp.float32) * row, axis=-1).reshape(*x.shape[:-1], -1)
+        row = x.astype(jnp.float32).reshape(-1) * (1 if norm is None else norm.scale[...])
+        row = lax.optimization_barrier(row)
+        out = jnp.sum(weights.astype(jnp.float32) * row[None], axis=-1).reshape(*x.shape[:-1], -1)
         out *= 1 if norm is None else norm.rate(x)
     else:
         x = x if norm is None else norm(x)
         exact = precision(weights.dtype)
         out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
-    return out if bias is None else out + bias.astype(jnp.float32)
+    return out if bias is None else out + lax.broadcast_to_rank(bias.astype(jnp.float32), out.ndim)
 
 
 class Place(NamedTuple):

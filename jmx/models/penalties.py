@@ -36,7 +36,8 @@ class TokenCounts(NamedTuple):
     def add(self, tokens: jax.Array) -> "TokenCounts":
         """The counts after a token more of each row, int32 (B,)."""
         check_array("tokens", tokens, jnp.integer, self.new.shape[:1])
-        return TokenCounts(self.prompt, self.new + (tokens[:, None] == jnp.arange(self.new.shape[1])))
+        drawn = tokens[:, None] == jnp.arange(self.new.shape[1])[None]
+        return TokenCounts(self.prompt, self.new + drawn.astype(jnp.int32))
 
 
 def penalize(
@@ -57,5 +58,6 @@ def penalize(
         frequency: then subtracted as often as a token was generated, likewise.
     """
     scaled = jnp.where(logits < 0, logits * repetition, logits / repetition)
-    logits = jnp.where(counts.prompt | (counts.new > 0), scaled, logits)
-    return logits - presence * (counts.new > 0) - frequency * counts.new
+    generated = counts.new > 0
+    logits = jnp.where(counts.prompt | generated, scaled, logits)
+    return logits - jnp.where(generated, presence, 0) - frequency * counts.new.astype(jnp.float32)

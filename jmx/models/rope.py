@@ -39,7 +39,7 @@ def rope_angles(
 
     With `yarn` both are multiplied by its concentration, so scores are multiplied by its square.
     """
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rotary_dim, theta, yarn)
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rotary_dim, theta, yarn)[None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if yarn is None else (yarn.concentration * cos, yarn.concentration * sin)
 

@@ -296,7 +296,7 @@ def check_weight(q: BlockScaled, name: str = "q") -> None:
     needed = ("values",) if getattr(q.values, "dtype", None) in _FLOATS else ("values", "scales")
     for field, array in q._asdict().items():
         if array is not None or field in needed:
-            check_array(f"{name}.{field}", array)
+            check_array(f"{name}.{field}", array, abstract=True)
     for field in needed:
         if not getattr(q, field).shape:
             raise ValueError(f"`{name}.{field}` (a scalar) must have a last axis, of blocks")

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmx.numerics import formats
 from jmx.numerics.formats import BlockScaled, Format
@@ -47,7 +48,8 @@ def rows_in_order(order: Int32[Array, "*lead I"], gate_up_order: str | None) -> 
     if gate_up_order is None:
         return order
     if is_interleaved(gate_up_order):
-        return (2 * order[..., None] + jnp.arange(2, dtype=order.dtype)).reshape(*order.shape[:-1], -1)
+        both = lax.broadcast_to_rank(jnp.arange(2, dtype=order.dtype), order.ndim + 1)
+        return (2 * order[..., None] + both).reshape(*order.shape[:-1], -1)
     return jnp.concatenate([order, order + order.shape[-1]], axis=-1)
 
 

@@ -63,7 +63,8 @@ def quantize(
 
     * MXFP4: a power of two by `scale_rule`, its exponent clamped to [-127, 127].
     * MXFP8: 2^ceil(log2(amax / 448)), at least 2^-127, which blocks of zeros have.
-    * NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
+    * NVFP4: amax / 6 over the global scale, in e4m3. The global scale is 1 / (448 * 6 / the tensor's amax), rounded
+      twice: files of compressed-tensors hold the divisor, which so gives these bits.
     * MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, 0 in between.
     * FP8: amax / 448, of the whole tensor, a row, or a block of rows and columns.
     * Floats have none: values are rounded to nearest, ties to even, and saturate. NaN and infinity stay.
@@ -182,8 +183,10 @@ def _quantize(x: Float[Array, "*lead K"], format: Format) -> BlockScaled:
     global_scales, zero_points = None, None
     if format == NVFP4:
         total = jnp.broadcast_to(amax.max(axis=(-2, -1), keepdims=True, initial=0)[..., 0], amax.shape[:-1])
-        least = jnp.finfo(jnp.float32).smallest_normal
-        global_scales = jnp.where(total == 0, 1, jnp.maximum(_divide(total, jnp.float32(_E4M3_MAX * _E2M1_MAX)), least))
+        divisor = _divide(jnp.full_like(total, _E4M3_MAX * _E2M1_MAX), total)
+        largest = 1 / jnp.finfo(jnp.float32).smallest_normal  # whose reciprocal is a normal number
+        divisor = jnp.where(total == 0, 1, jnp.minimum(divisor, largest))
+        global_scales = _divide(jnp.ones_like(divisor), divisor)
         scales = _scales(_divide(_divide(amax, steps), global_scales[..., None]), format.scale_dtype, amax == 0)
         step = scales.astype(jnp.float32) * global_scales[..., None]
     elif "zero_points" in format.arrays:
@@ -394,7 +397,7 @@ def _random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...],
     if format.scale_dtype == jnp.float8_e8m0fnu:
         scales = (_SCALE_ONE + exponent + above).astype(jnp.uint8)
     else:
-        scales = (2.0**exponent * (1 + above)).astype(format.scale_dtype)
+        scales = (2.0**exponent * (1 + above).astype(jnp.float32)).astype(format.scale_dtype)
         if scales.dtype.itemsize == 1:
             scales = lax.bitcast_convert_type(scales, jnp.uint8)
     return BlockScaled(values, scales, global_scales, zero_points, order)

@@ -54,7 +54,7 @@ def most_rounds(call: Call) -> int:
 
 def plan_rows(call: Call, routing: Routing, first_experts: Int32[Array, " R"]) -> RowPlan:
     """The rows of this device's tokens; `first_experts`: the first one of each rank."""
-    local_ids = routing.expert_ids[:, None, :] - first_experts[:, None]
+    local_ids = routing.expert_ids[:, None, :] - first_experts[None, :, None]
     needed = ((local_ids >= 0) & (local_ids < call.experts_per_rank)).any(-1)
     position = jnp.cumsum(needed, axis=0, dtype=jnp.int32) - 1
     needed &= position < accepted_rows(call)

@@ -12,7 +12,7 @@ from jmx import meshes
 from jmx.routing.methods import CODEC, Method
 from jmx.routing.routing import NOWHERE, Routing, check_mask
 from jmx.util import pytrees
-from jmx.util.checks import check_array, check_instance
+from jmx.util.checks import check_array, check_instance, check_values
 from jmx.util.typing import AnyArray, Bool, Float, Float32, Shaped
 
 
@@ -50,6 +50,7 @@ def route(logits: Logits, mask: Bool[AnyArray, "*tokens"] | None = None) -> Rout
     """
     leading = check(logits)
     check_mask(mask, leading, "`values`")
+    check_values({"values": logits.values, "correction_bias": logits.correction_bias})
     bias = None if logits.correction_bias is None else jnp.asarray(logits.correction_bias, jnp.float32)
     by_token = {"values": logits.values} if mask is None else {"values": logits.values, "mask": mask}
     split = meshes.leading_split(len(leading), by_token, {} if bias is None else {"correction_bias": bias})
@@ -62,7 +63,7 @@ def check(logits: Logits) -> tuple[int, ...]:
     """Raises as `route` does; returns the leading axes of tokens."""
     check_instance("logits", logits, Logits, "jmx.Logits")
     values, bias, method = logits.values, logits.correction_bias, logits.method
-    check_array("values", values, jnp.floating)
+    check_array("values", values, jnp.floating, abstract=True)
     check_instance("method", method, Method, "a routing method, such as jmx.TopKSoftmax(top_k=2)")
     if len(values.shape) == 0:
         raise ValueError("`values` (a scalar) must have shape (..., num_experts)")
@@ -71,7 +72,7 @@ def check(logits: Logits) -> tuple[int, ...]:
     if bias is not None:
         if not method.takes_bias:
             raise ValueError(f"`correction_bias` must be None for {type(method).__name__}, which has no such bias")
-        check_array("correction_bias", bias, jnp.floating)
+        check_array("correction_bias", bias, jnp.floating, abstract=True)
         if bias.shape != (num_experts,):
             raise ValueError(f"`correction_bias` (shape {bias.shape}) must be {(num_experts,)}")
     return tuple(leading)

@@ -41,7 +41,7 @@ def assign(
     scores = _scores(logits, usable, scoring)
 
     # Without a bias the logits order the experts as the scores do, and still do where scores round to equal numbers.
-    keys = lax.stop_gradient(logits if correction_bias is None else scores + correction_bias)
+    keys = lax.stop_gradient(logits if correction_bias is None else scores + correction_bias[None])
     keys = mask(jnp.where(usable & (keys > -jnp.inf), keys, -jnp.inf))
     best, ids = _top_k(keys, top_k)
     chosen = best > -jnp.inf
@@ -120,7 +120,7 @@ def mask_groups(
     total = jnp.where(best > -jnp.inf, best, 0).sum(axis=-1)
     total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
     _, kept = _top_k(total, topk_groups)
-    is_kept = (kept[..., None] == jnp.arange(num_groups)).any(axis=1)
+    is_kept = (kept[..., None] == jnp.arange(num_groups)[None, None]).any(axis=1)
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(keys.shape)
 
 

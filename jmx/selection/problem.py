@@ -113,7 +113,7 @@ class Problem:
         `input_format`: a format or a family that the caller requests, or None; see `input_formats.resolve`.
         `adapters`: whether these experts have adapters. `num_routed`: of how many experts these are some.
         """
-        check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
+        check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size, abstract=True)
         tokens: int | None = 1
         for size in x.shape[:-1]:
             tokens = tokens * size if isinstance(size, int) and tokens is not None else None
@@ -203,9 +203,9 @@ def check_arguments(
     check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
     check_instance("experts", experts, Experts, "jmx.Experts")
     check_arrays(experts)
-    check_x(x, experts.hidden_size)
+    check_x(x, experts.hidden_size, abstract=True)
     if isinstance(routing, Logits):
-        values = check_array("values", routing.values)
+        values = check_array("values", routing.values, abstract=True)
         number = experts.num_experts if num_experts is None else num_experts
         if values.shape[-1:] != (number,):
             raise ValueError(f"`values` (shape {values.shape}) must be (..., {number}), one an expert")
@@ -214,9 +214,12 @@ def check_arguments(
     check_one_of("weights_on", weights_on, WEIGHTS_ON)
 
 
-def check_x(x: Float[Any, "*tokens H"], hidden_size: int) -> None:
-    """Raises ValueError or TypeError, naming it, unless `x` is floating (..., hidden_size) and not narrowed by jax."""
-    check_array("x", x)
+def check_x(x: Float[Any, "*tokens H"], hidden_size: int, *, abstract: bool = False) -> None:
+    """Raises ValueError or TypeError, naming it, unless `x` is floating (..., hidden_size) and not narrowed by jax.
+
+    `abstract`: as of `check_array`.
+    """
+    check_array("x", x, abstract=abstract)
     if not x.shape or x.shape[-1] != hidden_size:
         raise ValueError(f"`x` (of shape {x.shape}) must be (..., {hidden_size}), the experts' hidden size")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:

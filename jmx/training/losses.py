@@ -117,7 +117,8 @@ def _tokens(logits: Any, mask: Any) -> tuple[Float32[Array, "*tokens E"], Float3
 
 def _chosen(ids: Any, num_experts: int) -> Float32[Array, "*tokens E"]:
     """1 where a token (..., k) is routed to the expert, else 0."""
-    return (ids[..., None] == jnp.arange(num_experts)).any(axis=-2).astype(jnp.float32)
+    experts = lax.broadcast_to_rank(jnp.arange(num_experts), ids.ndim + 1)
+    return (ids[..., None] == experts).any(axis=-2).astype(jnp.float32)
 
 
 def _over(axis_name: str | tuple[str, ...] | None, sums: Any) -> Any:

@@ -1,9 +1,10 @@
 """A training in a folder: it continues after a kill, stops at NaN, and shows the loss and the speed."""
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from jmx.training.finite import check_finite
 from jmx.util.atomic_files import write_json
 from jmx.util.checks import check_callable, check_instance, check_int, check_path, is_array
 from jmx.util.typing import Array, Float
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this platform
+    fcntl = None
 
 
 class Run:
@@ -100,7 +106,8 @@ class Run:
             FloatingPointError: a loss, or a value that a checkpoint would have, is NaN or infinite. The message names
                 the step, and the step that was saved last.
             TypeError, ValueError: arguments that are not as above; a state of other arrays than those of the latest
-                checkpoint, one that is broken, or one of a later step than the last.
+                checkpoint, one that is broken, or one of a later step than the last; a folder in which another
+                process, or another `Run`, trains now.
         """
         kinds = nnx.Module, nnx.Optimizer
         if not isinstance(state, tuple) or not state or not all(isinstance(each, kinds) for each in state):
@@ -108,6 +115,12 @@ class Run:
         check_callable("step", step)
         check_int("tokens_per_step", tokens_per_step, least=1)
         self._folder.mkdir(parents=True, exist_ok=True)
+        with _alone(self._folder):
+            return self._train(state, step, tokens_per_step)
+
+    def _train(
+        self, state: tuple[Any, ...], step: Callable[[int], Float[Array, ""]], tokens_per_step: int
+    ) -> list[tuple[int, float]]:
         if not self._file.exists():
             write_json(self._file, self._arguments)
         with _Checkpoints(self._folder / "steps") as checkpoints:
@@ -130,6 +143,27 @@ class Run:
                         checkpoints.save(done, state, curve)
                     display.show(done, mean, len(numbers) * tokens_per_step / (time.perf_counter() - since))
         return curve
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a lock on the folder, which a killed process loses, too; ValueError while another one has it."""
+    if fcntl is None:
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"`folder` (={folder}) must be of one training at a time: another one runs in it"
+            ) from None
+        except OSError:  # a file system without locks, on which two trainings are not kept apart
+            pass
+        yield
+    finally:
+        os.close(place)
 
 
 class _Checkpoints:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import AbstractValue
 
 _LONGEST = 100  # characters of a value in a message
 
@@ -122,16 +123,32 @@ def check_named[T](name: str, value: T | str, kind: type[T], table: Mapping[str,
     return value
 
 
-def check_array(name: str, value: Any, kind: Any = None, shape: tuple[int | None, ...] | None = None) -> Any:
-    """An array, of a `kind` of dtypes such as `jnp.floating`, and of a shape, in which None is any size."""
+def check_array(
+    name: str, value: Any, kind: Any = None, shape: tuple[int | None, ...] | None = None, *, abstract: bool = False
+) -> Any:
+    """An array, of a `kind` of dtypes such as `jnp.floating`, and of a shape, in which None is any size.
+
+    `abstract`: whether it may be a description of an array, without values.
+    """
     if not is_array(value):
         raise TypeError(f"`{name}` ({shown(value)}) must be an array")
+    if not abstract:
+        check_values({name: value})
     if kind is not None and not jnp.issubdtype(value.dtype, kind):
         raise TypeError(f"`{name}` (dtype {value.dtype}) must be {kind.__name__}")
     if shape is not None and not _fits(value.shape, shape):
         sizes = ", ".join("..." if size is None else str(size) for size in shape)
         raise ValueError(f"`{name}` (shape {tuple(value.shape)}) must be of shape ({sizes})")
     return value
+
+
+def check_values(arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for the first of `arguments`, pytrees by name, of which an array is only described."""
+    for name, argument in arguments.items():
+        for array in jax.tree.leaves(argument):
+            if isinstance(array, jax.ShapeDtypeStruct | AbstractValue):
+                rule = "must have values: descriptions of arrays are for `jax.eval_shape` and `jmx.explain`"
+                raise TypeError(f"`{name}` ({shown(array)}) {rule}")
 
 
 def _fits(shape: tuple[Any, ...], wanted: tuple[int | None, ...]) -> bool:

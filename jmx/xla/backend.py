@@ -250,8 +250,8 @@ def product_of_rows(
         index = first + jnp.arange(num_blocks)
         inside = index < blocks.num_blocks
         index = jnp.minimum(index, blocks.experts.size - 1)
-        at = blocks.x_rows[index][:, None] + jnp.arange(block_m)
-        inside = inside[:, None] & (jnp.arange(block_m) < blocks.counts[index][:, None])
+        at = blocks.x_rows[index][:, None] + jnp.arange(block_m)[None]
+        inside = inside[:, None] & (jnp.arange(block_m)[None] < blocks.counts[index][:, None])
         at = jnp.where(inside, at, num_rows)
         taken = rows.at[at].get(mode="fill", fill_value=0)
         weights = StepWeights(experts, blocks.experts[index], compute_dtype(problem))

@@ -51,8 +51,8 @@ def loop(routing: Routing, num_experts: int, body: Callable[[Step, Any], Any], i
         index = first + jnp.arange(num_blocks)
         inside = (index < blocks.num_blocks)[:, None]
         index = jnp.minimum(index, bound - 1)  # past the end: the last block's expert, without rows
-        rows = blocks.x_rows[index][:, None] + jnp.arange(block_m)
-        inside &= jnp.arange(block_m) < blocks.counts[index][:, None]
+        rows = blocks.x_rows[index][:, None] + jnp.arange(block_m)[None]
+        inside &= jnp.arange(block_m)[None] < blocks.counts[index][:, None]
         assignments = jnp.where(inside, groups.order[jnp.where(inside, rows, 0)], num_assignments)
         return body(Step(blocks.experts[index], assignments, assignments // top_k), carry)
 

@@ -154,14 +154,14 @@ def _attend_block(
 ) -> Array:
     batch, length, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
-    positions = starts[:, None] + jnp.arange(length)
+    positions = starts[:, None] + jnp.arange(length)[None]
     first = jnp.zeros_like(starts)
     if window is not None and window + length - 1 < capacity:  # read only keys that some query attends to
         span = window + length - 1
         first = jnp.clip(starts - window + 1, 0, capacity - span)
         cut = jax.vmap(lambda array, first: lax.dynamic_slice_in_dim(array, first, span, axis=1))
         keys, values = cut(keys, first), cut(values, first)
-    key_positions = first[:, None] + jnp.arange(keys.shape[2])
+    key_positions = first[:, None] + jnp.arange(keys.shape[2])[None]
     distance = positions[:, :, None] - key_positions[:, None]
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
@@ -172,7 +172,7 @@ def _attend_block(
     product = partial(jnp.einsum, precision=precision(query.dtype), preferred_element_type=jnp.float32)
     scores = product("bkrd,bksd->bkrs", rows, keys).reshape(batch, kv_heads, group, length, -1)
     scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
-    sinks = sinks.reshape(kv_heads, group, 1, 1)
+    sinks = sinks.reshape(1, kv_heads, group, 1, 1)
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
     powers = jnp.exp(scores - peak)
     total = powers.sum(axis=-1, keepdims=True) + jnp.exp(sinks - peak)

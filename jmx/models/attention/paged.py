@@ -85,7 +85,7 @@ def _gathered(
     if window is not None:  # the pages that the first token's window begins in, up to the last token's
         span = min((window + length - 3) // page + 2, tables.shape[1])
         first = jnp.clip((positions - window + 1) // page, 0, tables.shape[1] - span)
-        tables = jnp.take_along_axis(tables, first[:, None] + jnp.arange(span), axis=1)
+        tables = jnp.take_along_axis(tables, first[:, None] + jnp.arange(span)[None], axis=1)
     found = pages[:, tables].swapaxes(2, 3)  # (parts, groups, heads, span, page, W)
     found = found.reshape(*found.shape[:3], -1, found.shape[-1])
     return found[0], found[-1], positions - first * page

@@ -86,9 +86,9 @@ def _of_row(
 
     def scores(i: Int32[Array, ""], j: Int32[Array, ""]) -> Float32[Array, "K G S S"]:
         found = product("kgtd,ksd->kgts", block(row.query, i), block(row.keys, j)) * scale
-        distance = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
+        distance = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)[None]
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        return jnp.where(seen, found, -jnp.inf)
+        return jnp.where(seen[None, None], found, -jnp.inf)
 
     def summed(sums: Any, pair: Int32[Array, "2"]) -> tuple[Any, None]:
         """The largest score of each query so far, and the sum of powers below it; the sink is the first of both."""

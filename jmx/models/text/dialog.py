@@ -10,6 +10,7 @@ from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.harmony import FINAL, Channels
+from jmx.models.text.harmony_package import channels_of
 from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import TextStream
 
@@ -149,7 +150,7 @@ class _Reader:
     """Turns new tokens into pieces. Each message of a channel has a text, and stop strings, of its own."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self._channels = Channels(tokenizer) if Channels.are_in(tokenizer) else None
+        self._channels = channels_of(tokenizer) if Channels.are_in(tokenizer) else None
         self._tokenizer, self._strings = tokenizer, stops
         self._begin()
 

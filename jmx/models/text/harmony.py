@@ -22,11 +22,12 @@ class Channels:
         name: the channel of the last token's message, such as analysis or final; "" before the first one.
         recipient: of that message, such as functions.NAME; "" for a user.
         in_body: whether the next token is text of the message, unless it is a special one.
+        special: the format's special tokens, by id.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._special = {tokenizer.token_to_id(name): name for name in (*_HEADER, *_BODY, *_ENDS)}
+        self.special = {tokenizer.token_to_id(name): name for name in (*_HEADER, *_BODY, *_ENDS)}
         self.in_body = False
         self._header: list[int] | None = []  # ids since the last special token of a header; None outside headers
         self._in_channel = False
@@ -39,7 +40,7 @@ class Channels:
 
     def step(self, token: int) -> bool:
         """Whether `token` is text of a message, and so belongs to the channel `name`."""
-        special = self._special.get(token)
+        special = self.special.get(token)
         if special is None:
             if not self.in_body and self._header is not None:
                 self._header.append(token)

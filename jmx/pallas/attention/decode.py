@@ -4,7 +4,7 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -235,22 +235,17 @@ def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Sh
         for step in range(STAGES):
             pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, shared, jnp.int32(step)))
         plgpu.barrier_wait(shared.rows_full)
-    none = RunningSoftmax.begin(ROWS, call.dim)
-    if call.splits == 1:
-        peaks = _sinks_by_row(call, operands.sinks, split.kv_head) * TO_BITS
-        none = RunningSoftmax(none.gathered, peaks, jnp.ones_like(none.total))
+        sinks = _sinks_by_row(call, operands.sinks, split.kv_head) * TO_BITS if call.splits == 1 else None
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, shared, step, softmax)
         pl.when(step + STAGES < split.steps)(lambda: _load(call, split, operands, shared, step + STAGES))
         return softmax
 
-    softmax = lax.fori_loop(0, split.steps, attend, none)
+    softmax = lax.fori_loop(0, split.steps, attend, RunningSoftmax.begin(ROWS, call.dim))
     with jax.named_scope("epilogue"):
-        if call.splits == 1:
-            shared.rows[...] = (
-                softmax.gathered / lax.broadcast_in_dim(softmax.total, softmax.gathered.shape, [0])
-            ).astype(shared.rows.dtype)
+        if sinks is not None:
+            shared.rows[...] = softmax.results(sinks).astype(shared.rows.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(shared.rows.at[used], results.at[split.row, split.kv_head, ours])
             plgpu.wait_smem_to_gmem(0)
@@ -307,14 +302,6 @@ def _attend_block(
 
 
 def _combine(results: SplitResults, sinks: Float32[Array, "kv_heads group"]) -> Float32[Array, "B kv_heads group D"]:
-    """The splits' results as one softmax, with the sinks in it: float32 (B, kv_heads, group, D).
-
-    A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
-    """
-    sinks, group = sinks * TO_BITS, sinks.shape[1]
-    gathered, peaks, totals = (part[:, :, :, :group] for part in results)
-    peak = reduce(jnp.maximum, peaks, sinks)
-    parts = [jnp.exp2(split - peak) for split in peaks]
-    total = sum((part * split for part, split in zip(parts, totals, strict=True)), jnp.exp2(sinks - peak))
-    out = sum(part[..., None] * split for part, split in zip(parts, gathered, strict=True))
-    return out / total[..., None]
+    """The splits' results as one softmax, with the sinks in it: float32 (B, kv_heads, group, D)."""
+    group = sinks.shape[1]
+    return SplitResults(*(part[:, :, :, :group] for part in results)).merged().results(sinks * TO_BITS)

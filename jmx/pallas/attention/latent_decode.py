@@ -22,7 +22,7 @@ from jax import lax
 from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitResults, shared_memory, token_scores
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
-from jmx.util.typing import Array, Float, Float32, Int32
+from jmx.util.typing import Array, Float, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused ones
 KEYS = 64  # of one step
@@ -81,7 +81,8 @@ def flash_decode_latent(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     (results,) = launch(kernel, _Operands(query=padded, latents=latents.reshape(-1, width), positions=positions))
-    return _combine(results)[:, :heads].astype(query.dtype)
+    gathered, _, total = results.merged()
+    return (gathered / total[..., None])[:, :heads].astype(query.dtype)
 
 
 @dataclass(frozen=True)
@@ -251,10 +252,3 @@ def _attend_block(
     softmax = softmax.add_values(weights, latents.at[:, channels])
     plgpu.barrier_arrive(smem.empty.at[stage])
     return softmax
-
-
-def _combine(results: SplitResults) -> Float32[Array, "B heads rank"]:
-    """The splits' results as one softmax: float32 (B, heads, rank)."""
-    gathered, peaks, totals = results
-    parts = jnp.exp2(peaks - peaks.max(axis=0))
-    return jnp.sum(parts[..., None] * gathered, axis=0) / jnp.sum(parts * totals, axis=0)[..., None]

@@ -17,14 +17,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.schedule import plan
+from jmx.pallas.attention.schedule import BLOCK, Item, Items
 from jmx.pallas.attention.softmax import TO_BITS, RunningSoftmax, element_ids, hide_unseen, shared_memory
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
-ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
-BLOCK = 2 * ROWS  # queries of one item of work, and keys of one step
+ROWS = BLOCK // 2  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
 STORED = 64  # channels of results that are written at a time, where these are a multiple of that
 MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
@@ -71,9 +70,9 @@ def flash_prefill(
     """
     batch, length, heads, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
-    items = heads * batch * (length // BLOCK)
-    ctas = items if core_count is None else min(core_count, items)
-    call = _Call(batch, length, heads, heads // keys.shape[2], dim, values.shape[-1], window, factor, ctas)
+    count = heads * batch * (length // BLOCK)
+    items = Items(batch, length, heads, window, ctas=count if core_count is None else min(core_count, count))
+    call = _Call(items, heads // keys.shape[2], dim, values.shape[-1], factor)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
 
 
@@ -100,7 +99,8 @@ def flash_prefill_pages(
     """
     batch, length, heads, dim = query.shape
     # Rows have any lengths, so each block has a CTA: the GPU starts one wherever another has ended.
-    call = _Call(batch, length, heads, heads // pages.shape[2], dim, dim, window, dim**-0.5, heads * batch)
+    items = Items(batch, length, heads, window, ctas=heads * batch)
+    call = _Call(items, heads // pages.shape[2], dim, dim, dim**-0.5)
     return _launch(call, query, sinks, _Pages(pages=pages, tables=tables, starts=starts))
 
 
@@ -109,7 +109,7 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
     kernel = plgpu.kernel(
         partial(_kernel, call),
         out_type=jax.ShapeDtypeStruct((*query.shape[:3], call.value_dim), query.dtype),
-        grid=(call.ctas,),
+        grid=(call.items.ctas,),
         grid_names=("cta",),
         num_threads=3,
         thread_name="warpgroup",
@@ -120,7 +120,7 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             value_dim=call.value_dim,
             stages=call.stages,
             window=call.window,
-            persistent=call.ctas < call.items,
+            persistent=call.items.ctas < call.items.count,
             pages=isinstance(source, _Pages),
         ),
         scratch_types={"shared": _Shared.types(call, query.dtype)},
@@ -130,33 +130,27 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             reduction_scratch_bytes=0,  # rows are reduced within a warp
         ),
     )
-    most = call.length // BLOCK if call.window is None else -(-(call.window - 1) // BLOCK) + 1
-    schedule = plan(call.ctas, call.heads * call.batch, call.length // BLOCK, most)
-    return launch(kernel, _Operands(query=query, sinks=sinks, source=source, schedule=jnp.asarray(schedule)))
+    operands = _Operands(query=query, sinks=sinks, source=source, schedule=call.items.schedule())
+    return launch(kernel, operands)
 
 
 @dataclass(frozen=True)
 class _Call:
     """What is static of a call. `group`: query heads to a key head; `dim`: of queries and keys."""
 
-    batch: int
-    length: int
-    heads: int
+    items: Items
     group: int
     dim: int
     value_dim: int
-    window: int | None
     scale: float
-    ctas: int
 
     @property
     def stages(self) -> int:
         return stages(self.dim, self.value_dim)
 
     @property
-    def items(self) -> int:
-        """Blocks of queries of all heads and rows."""
-        return self.heads * self.batch * (self.length // BLOCK)
+    def window(self) -> int | None:
+        return self.items.window
 
 
 class _Prompt(NamedTuple):
@@ -193,7 +187,7 @@ class _Pages(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """The kernel's operands, or references to them in global memory."""
+    """The kernel's operands, or references to them in global memory. Without a schedule, each CTA has an item."""
 
     query: Ref
     sinks: Ref
@@ -273,39 +267,6 @@ class _Shared(NamedTuple):
         plgpu.barrier_arrive(self.turns.at[1 - warpgroup])
 
 
-class _Item(NamedTuple):
-    """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on.
-
-    `tile` is its number among those of the call's row, and `at` among those of positions. `before` are the steps of the
-    items that its CTA took before.
-    """
-
-    head: jax.Array
-    tile: jax.Array
-    at: jax.Array
-    row: jax.Array
-    first: jax.Array
-    steps: jax.Array
-    before: jax.Array
-
-
-def _each_item(call: _Call, operands: _Operands, take: Callable[[_Item], None]) -> None:
-    """Calls `take` with the items of this CTA in turn."""
-    cta, blocks = lax.axis_index("cta"), jnp.int32(call.length // BLOCK)
-
-    def take_one(turn: jax.Array, before: jax.Array) -> jax.Array:
-        number = operands.schedule[1 + turn, cta]
-        its, tile = lax.div(number, blocks), lax.rem(number, blocks)
-        row, head = lax.div(its, jnp.int32(call.heads)), lax.rem(its, jnp.int32(call.heads))
-        at = tile + operands.source.first_block(row)
-        seen_from = jnp.int32(0) if call.window is None else at * BLOCK - (call.window - 1)
-        first = lax.div(jnp.maximum(seen_from, 0), jnp.int32(BLOCK))
-        take(_Item(head, tile, at, row, first, at + 1 - first, before))
-        return before + at + 1 - first
-
-    lax.fori_loop(0, operands.schedule[0, cta], take_one, jnp.int32(0))
-
-
 def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> None:
     """The kernel: warpgroups 0 and 1 are consumers, of half an item's queries each, and 2 is the producer."""
     warpgroup = lax.axis_index("warpgroup")
@@ -318,7 +279,7 @@ def _produce(call: _Call, operands: _Operands, smem: _Shared) -> None:
     """Loads queries, keys and values, block by block, as their places become empty."""
     plgpu.set_max_registers(40, action="decrease")
 
-    def load(item: _Item) -> None:
+    def load(item: Item) -> None:
         kv_head = lax.div(item.head, jnp.int32(call.group))
         keys, values = operands.source.block(item.row, item.first, kv_head)
         smem.keys.load(item.before, keys)
@@ -335,7 +296,7 @@ def _produce(call: _Call, operands: _Operands, smem: _Shared) -> None:
             smem.keys.load(item.before + step, keys)
             smem.values.load(item.before + step, values)
 
-    _each_item(call, operands, load)
+    call.items.each(operands.schedule, operands.source.first_block, load)
 
 
 @jax.named_scope("consumer")
@@ -344,20 +305,19 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgrou
     plgpu.set_max_registers(232, action="increase")
     pl.when(warpgroup == 1)(lambda: smem.pass_turn(warpgroup))  # the other one has the first
 
-    def attend(item: _Item) -> None:
-        # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
-        softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=operands.sinks[item.head] * TO_BITS, total=1)
-        gathered, _, total = _attend_blocks(call, item, smem, warpgroup, softmax)
+    def attend(item: Item) -> None:
+        sink = operands.sinks[item.head] * TO_BITS  # read while keys are multiplied
+        softmax = RunningSoftmax.begin(ROWS, call.value_dim)
+        results = _attend_blocks(call, item, smem, warpgroup, softmax).results(sink)
         here = pl.ds(item.tile * BLOCK + warpgroup * ROWS, ROWS)
-        results = gathered * lax.broadcast_in_dim(1 / total, gathered.shape, [0])
         _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
-    _each_item(call, operands, attend)
+    call.items.each(operands.schedule, operands.source.first_block, attend)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _attend_blocks(
-    call: _Call, item: _Item, smem: _Shared, warpgroup: jax.Array, softmax: RunningSoftmax
+    call: _Call, item: Item, smem: _Shared, warpgroup: jax.Array, softmax: RunningSoftmax
 ) -> RunningSoftmax:
     """`softmax` of a consumer's queries with all keys and values that they see."""
     rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
@@ -368,10 +328,16 @@ def _attend_blocks(
         return element_ids(shape, 0) + start - keys
 
     def attend(
-        step: jax.Array, softmax: RunningSoftmax, *, hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+        step: jax.Array,
+        softmax: RunningSoftmax,
+        *,
+        hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        count: int = BLOCK,
+        is_last: bool = False,
     ) -> RunningSoftmax:
-        """With the keys and values of a step; the turn is this consumer's before and after it."""
-        keys = smem.keys.wait(item.before + step)
+        """With the first `count` keys and values of a step; the turn is this consumer's before and after it."""
+        part = pl.ds(0, count)
+        keys = smem.keys.wait(item.before + step).at[part]
 
         def multiply(accumulator: Ref) -> jax.Array:
             plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
@@ -379,13 +345,15 @@ def _attend_blocks(
             return accumulator[...]
 
         with jax.named_scope("scores"):
-            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
         smem.keys.release(item.before + step)
+        if is_last:
+            plgpu.barrier_arrive(smem.rows_empty)
         if hide is not None:
             scores = hide(scores, distances(step, scores.shape))
         softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
         softmax, weights = lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
-        values = smem.values.wait(item.before + step)
+        values = smem.values.wait(item.before + step).at[part]
         smem.take_turn(warpgroup)
         softmax = softmax.add_values(weights, values)
         smem.values.release(item.before + step)
@@ -401,8 +369,12 @@ def _attend_blocks(
         softmax = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), softmax)
     softmax = lax.fori_loop(whole_from, last, attend, softmax)
     window = None if call.window is None or call.window >= BLOCK else call.window
-    softmax = attend(last, softmax, hide=partial(hide_unseen, window=window))
-    plgpu.barrier_arrive(smem.rows_empty)
+    attend_last = partial(attend, last, hide=partial(hide_unseen, window=window), is_last=True)
+    if call.window is None:
+        # The first consumer's queries see the first half of the last block alone. Windows are bound by their ends.
+        softmax = lax.cond(warpgroup == 0, partial(attend_last, count=ROWS), attend_last, softmax)
+    else:
+        softmax = attend_last(softmax)
     smem.pass_turn(warpgroup)
     return softmax
 

@@ -1,16 +1,92 @@
 """Which blocks of queries the CTAs of the kernel for prompts take, and in which order: planned while it is traced."""
 
 import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jmx.pallas.sm90.operation import Ref
+
+BLOCK = 128  # queries of one item of work, and keys of one step
 HEADS = 16  # whose items are taken at about the same time: their keys and values are then read from the L2 cache
+
+
+class Item(NamedTuple):
+    """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on.
+
+    `tile` is its number among those of the call's row, and `at` among those of positions. `before` are the steps of the
+    items that its CTA took before.
+    """
+
+    head: jax.Array
+    tile: jax.Array
+    at: jax.Array
+    row: jax.Array
+    first: jax.Array
+    steps: jax.Array
+    before: jax.Array
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of a call, which `ctas` CTAs take. Each of `rows` has `length` queries of `heads` heads."""
+
+    rows: int
+    length: int
+    heads: int
+    window: int | None
+    ctas: int
+
+    @property
+    def count(self) -> int:
+        return self.heads * self.rows * (self.length // BLOCK)
+
+    def schedule(self) -> jax.Array | None:
+        """What `each` reads; None where each CTA has one item."""
+        if self.ctas == self.count:
+            return None
+        blocks = self.length // BLOCK
+        most = blocks if self.window is None else -(-(self.window - 1) // BLOCK) + 1
+        return jnp.asarray(plan(self.ctas, self.heads * self.rows, blocks, most))
+
+    def each(
+        self, schedule: Ref | None, first_block: Callable[[jax.Array], jax.Array], take: Callable[[Item], None]
+    ) -> None:
+        """Calls `take` with the items of this CTA in turn. `first_block` of a row: where its queries begin."""
+        cta = lax.axis_index("cta")
+        if schedule is None:  # the last items, with the most steps, are the first to begin
+            take(self._item(self.count - 1 - cta, jnp.int32(0), first_block))
+            return
+
+        def take_one(turn: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            number, before = state
+            following = schedule[2 + turn, cta]  # is there when this item is done
+            item = self._item(number, before, first_block)
+            take(item)
+            return following, before + item.steps
+
+        lax.fori_loop(0, schedule[0, cta], take_one, (schedule[1, cta], jnp.int32(0)))
+
+    def _item(self, number: jax.Array, before: jax.Array, first_block: Callable[[jax.Array], jax.Array]) -> Item:
+        """The item of a number below `count`."""
+        blocks, heads = jnp.int32(self.length // BLOCK), jnp.int32(self.heads)
+        its, tile = lax.div(number, blocks), lax.rem(number, blocks)
+        row, head = lax.div(its, heads), lax.rem(its, heads)
+        at = tile + first_block(row)
+        seen_from = jnp.int32(0) if self.window is None else at * BLOCK - (self.window - 1)
+        first = lax.div(jnp.maximum(seen_from, 0), jnp.int32(BLOCK))
+        return Item(head, tile, at, row, first, at + 1 - first, before)
 
 
 @lru_cache
 def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
-    """Items of each CTA in turn, int32 (turns + 1, ctas), where the first row has their number.
+    """Items of each CTA in turn, int32 (turns + 2, ctas): the first row has their number, the last one zeros.
 
     Item `head * blocks + block` takes `min(block + 1, most)` steps. Each goes to the CTA that is the first to be free:
     those of `HEADS` heads after each other, of these the longest items first, so that short ones fill the end.
@@ -21,8 +97,6 @@ def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
         blocks: of queries of a head.
         most: steps of an item at most: those that a window has.
     """
-    if ctas == heads * blocks:
-        return np.stack([np.ones(ctas, np.int32), np.arange(ctas, dtype=np.int32)[::-1]])
     free = [(0, cta) for cta in range(ctas)]
     taken: list[list[int]] = [[] for _ in range(ctas)]
     for first in range(0, heads, HEADS):
@@ -32,5 +106,5 @@ def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
                 taken[cta].append(head * blocks + block)
                 heapq.heapreplace(free, (at + min(block + 1, most) + 1, cta))  # 1: the item's beginning and end
     turns = max(map(len, taken))
-    padded = [[len(its), *its, *[0] * (turns - len(its))] for its in taken]
+    padded = [[len(its), *its, *[0] * (turns + 1 - len(its))] for its in taken]
     return np.array(padded, np.int32).T.copy()

@@ -4,6 +4,8 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,8 @@ from jmx.pallas.sm90.operation import Ref
 
 TILE = 8  # rows of a tile of shared memory
 TO_BITS = math.log2(math.e)  # exponentials are powers of two: those the hardware has
+LEAST = -1e30  # the peak of no scores: finite, since minus infinity cannot be subtracted from a hidden score
+MERGED = 8  # splits whose results are one sum: of twice as many, XLA computes the peaks in a kernel of their own
 
 
 class RunningSoftmax(NamedTuple):
@@ -32,11 +36,9 @@ class RunningSoftmax(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def begin(
-        cls, rows: int, channels: int, peak: jax.typing.ArrayLike = -jnp.inf, total: float = 0
-    ) -> "RunningSoftmax":
-        """That of no keys; or with `peak` and `total` of a key without a value, a sink."""
-        return cls(_filled((rows, channels), 0), _filled((rows,), peak), _filled((rows,), total))
+    def begin(cls, rows: int, channels: int, peak: jax.typing.ArrayLike = LEAST, total: float = 0) -> "RunningSoftmax":
+        """That of no keys."""
+        return cls(_filled((rows, channels), 0), _filled((rows,), LEAST), _filled((rows,), 0))
 
     @jax.named_scope("softmax")
     def add_scores(self, scores: jax.Array, scale: float) -> tuple["RunningSoftmax", jax.Array]:
@@ -56,6 +58,11 @@ class RunningSoftmax(NamedTuple):
 
         return self._replace(gathered=pl.run_state(multiply)(plgpu.ACC.init(self.gathered)))
 
+    def results(self, sinks: jax.typing.ArrayLike) -> jax.Array:
+        """`gathered` over the total, with the sinks in it, in powers of two: one more score a row, without a value."""
+        total = self.total + jnp.exp2(sinks - self.peak)
+        return self.gathered * lax.broadcast_in_dim(1 / total, self.gathered.shape, [*range(total.ndim)])
+
 
 class SplitResults(NamedTuple):
     """Running softmaxes of a row's queries over each split of its keys, in a cache: arrays, or references to them.
@@ -73,6 +80,22 @@ class SplitResults(NamedTuple):
     def shapes(cls, splits: int, batch: int, heads: int, channels: int) -> "SplitResults":
         per_head = jax.ShapeDtypeStruct((splits, batch, heads), jnp.float32)
         return cls(jax.ShapeDtypeStruct((*per_head.shape, channels), jnp.float32), per_head, per_head)
+
+    def merged(self) -> RunningSoftmax:
+        """All splits as one: float32 (B, heads, D), and (B, heads). Written out, so that XLA makes it one kernel."""
+        its = [RunningSoftmax(*split) for split in zip(*self, strict=True)]
+        while len(its) > 1:
+            its = [_merge(its[first : first + MERGED]) for first in range(0, len(its), MERGED)]
+        return its[0]
+
+
+def _merge(its: Sequence[RunningSoftmax]) -> RunningSoftmax:
+    """Softmaxes over different keys as one over all of them."""
+    peak = reduce(jnp.maximum, (one.peak for one in its))
+    shares = [jnp.exp2(one.peak - peak) for one in its]
+    gathered = [share[..., None] * one.gathered for share, one in zip(shares, its, strict=True)]
+    totals = [share * one.total for share, one in zip(shares, its, strict=True)]
+    return RunningSoftmax(reduce(jnp.add, gathered), peak, reduce(jnp.add, totals))
 
 
 def _filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:

@@ -75,7 +75,7 @@ class RowBlocks(NamedTuple):
         sizes = size(rows, needed)
         ends = _sums(needed)
         index = jnp.arange(max_blocks(num_rows, every.starts.size, most), dtype=jnp.int32)
-        group = (ends <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
+        group = (ends[None] <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
         group = jnp.minimum(group, every.starts.size - 1)
         first = every.aligned[group] + (index - (ends - needed)[group]) * sizes[group]
         last = jnp.minimum(first + sizes[group], every.ends[group])
@@ -110,7 +110,7 @@ class Schedule:
 def _sums(values: Int32[Array, " E"]) -> Int32[Array, " E"]:
     """Inclusive sums, by a reduction of all pairs, which takes fewer kernels than cumsum."""
     index = np.arange(values.size)
-    return jnp.where(index <= index[:, None], values, 0).sum(axis=1, dtype=jnp.int32)
+    return jnp.where(index[None] <= index[:, None], values[None], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def max_blocks(num_rows: int, num_groups: int, block_m: int) -> int:

@@ -5,13 +5,14 @@ gathers the rows first. Products take bfloat16 and accumulate in float32; float1
 which has a larger range.
 
 Inputs in a format are rounded to it by a kernel (`round_rows`) and multiplied as bfloat16, which holds them
-(`rounded_inputs`). Then each GEMM is a kernel of its own, because h is rounded in between.
+(`rounded_inputs`). Of few rows h is rounded within the same kernel (`fused_rounding`); of many each GEMM is a kernel of
+its own, with that rounding between them.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic, with_whole_stages
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
-from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
+from jmx.pallas.mosaic_sm90.rows import ALIGNMENT, ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
 from jmx.pallas.sm90.config import FEW_TOKENS
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
@@ -41,6 +42,15 @@ from jmx.util.typing import Array, Float, Float32, Int32
 
 if TYPE_CHECKING:
     from jmx.pallas.mosaic_sm90.grouped_gemm import Product
+
+
+class Launched(TypedDict):
+    """What both kernels are launched with; see `kernel.expert_products`."""
+
+    config: Config
+    num_rows: int
+    num_cores: int
+
 
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 _MOST_ADDED = 64  # columns of what an epilogue adds: its time grows by 16 of them
@@ -101,7 +111,7 @@ class MosaicSm90(LimitedBackend):
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows
         from jmx.pallas.mosaic_sm90.grouped_gemm import Product
-        from jmx.pallas.mosaic_sm90.kernel import expert_products, one_product
+        from jmx.pallas.mosaic_sm90.kernel import expert_products
         from jmx.pallas.sm90.gemm import Rows
 
         config = tuning.config(self, problem, environment).config
@@ -134,18 +144,18 @@ class MosaicSm90(LimitedBackend):
                 rows.scales,
             )
             second = Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
-            launched = {"config": config, "num_rows": work.num_rows, "num_cores": environment.core_count or 1}
+            launched: Launched = {
+                "config": config,
+                "num_rows": work.num_rows,
+                "num_cores": environment.core_count or 1,
+            }
             blocks = blocks.of_layer(experts.first_expert)
             if problem.input_format is None:
                 out = expert_products(padded(rows.values), first, second, blocks, **launched)
-            else:  # h must be complete before it is rounded
+            else:
                 dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
-                first = dataclasses.replace(first, dtype=dtype)
-                h = one_product(padded(rows.values), first, blocks, split_k=1, **launched)
-                h = rounded(problem, experts, "down", h)
-                second = dataclasses.replace(second, row_scales=h.scales)
-                blocks = blocks._replace(x_rows=blocks.out_rows)
-                out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
+                both = dataclasses.replace(first, dtype=dtype), second
+                out = _rounded_products(problem, experts, rows.values, both, blocks, launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
         tiling = self.tiling(problem, environment)
@@ -252,6 +262,36 @@ class MosaicSm90(LimitedBackend):
         if role == "down":
             return (result[..., : problem.hidden_size],)
         return gate_and_up(result, problem)
+
+
+def _rounded_products(
+    problem: Problem,
+    experts: Experts,
+    rows: Float[Array, "X K"],
+    products: "tuple[Product, Product]",
+    blocks: Blocks,
+    launched: "Launched",
+) -> Float[Array, "parts_rows N"]:
+    """Both products, h rounded in between: in the same launch where rows are few, else by a kernel between two."""
+    # Importing Pallas takes a second.
+    from jmx.pallas.mosaic_sm90 import fused_rounding
+    from jmx.pallas.mosaic_sm90.kernel import expert_products, one_product
+
+    first, second = products
+    config, num_rows, columns = launched["config"], launched["num_rows"], experts.spec("down").shape[1]
+    few = fused_rounding.pays(num_rows, config.num_warpgroups, launched["num_cores"])
+    if few and num_rows and columns % ALIGNMENT == 0:
+        assert problem.input_format is not None
+        rounding = fused_rounding.Rounding(
+            format=INPUT_FORMATS[problem.input_format], static_scale=experts.input_scale("down"), columns=columns
+        )
+        second = dataclasses.replace(second, row_scales=rounding.given_scales(num_rows))
+        return expert_products(padded(rows), first, second, blocks, rounding=rounding, **launched)
+    h = one_product(padded(rows), first, blocks, split_k=1, **launched)
+    h = rounded(problem, experts, "down", h)
+    second = dataclasses.replace(second, row_scales=h.scales)
+    blocks = blocks._replace(x_rows=blocks.out_rows)
+    return one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
 
 
 def _tile_bytes(problem: Problem) -> int:

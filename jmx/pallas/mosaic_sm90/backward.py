@@ -298,7 +298,7 @@ class _Pass:
 
     def gate_up_bias(self, dh: Float[Array, "R tile_rows"]) -> Float32[Array, "E N"]:
         """Sums of each expert's rows."""
-        mine = self._expert_of_row == jnp.arange(self.problem.num_experts)[:, None]
+        mine = self._expert_of_row[None] == jnp.arange(self.problem.num_experts)[:, None]
         total = jnp.dot(mine.astype(jnp.bfloat16), dh.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         parts = self._from_places(gate_and_up(total, self.experts))
         if not self.experts.gated:
@@ -310,8 +310,8 @@ class _Pass:
         """Sums of the gradients of each expert's tokens, by their routing weights unless these are on the input."""
         weights = self.routing.weights.astype(jnp.float32)
         weights = jnp.ones_like(weights) if self.problem.on_input else weights
-        mine = self.routing.expert_ids == jnp.arange(self.problem.num_experts)[:, None, None]
-        shares = jnp.where(mine, weights, 0).sum(-1)
+        mine = self.routing.expert_ids[None] == jnp.arange(self.problem.num_experts)[:, None, None]
+        shares = jnp.where(mine, weights[None], 0).sum(-1)
         return jnp.dot(shares, dy.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
     def of_layer(self, gradient: Float32[Array, "E N"], bias: Float[Array, "*lead N"]) -> Float32[Array, "*lead N"]:

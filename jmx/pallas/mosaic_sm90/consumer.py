@@ -188,12 +188,18 @@ class Consumer:
         first = item.part * gemm.num_rows + loaded.first_row
         outs = [out.astype(product.dtype) for out in outs]
         epilogue.store(gemm.out, outs, product.stored, item.tile, first, loaded.num_rows)
-        if gemm.is_read:
+        if gemm.is_read and gemm.rounded is None:
             counters.signal(gemm.written, gemm.schedule.counter(item))
 
 
 def consume(gemm: Gemm) -> None:
-    """Computes all of the CTA's work items."""
+    """Computes all of the CTA's work items, after rounding its share of the rows if that is part of the launch."""
     warpgroup, warpgroups_m = gemm.warpgroup, gemm.config.warpgroups_m
     consumer = Consumer(gemm, lax.rem(warpgroup, warpgroups_m), lax.div(warpgroup, warpgroups_m))
-    lax.fori_loop(0, gemm.share.num_items, consumer.compute, consumer.prologue(jnp.int32(0)))
+    first = consumer.prologue(jnp.int32(0))
+    if gemm.rounded is not None and not gemm.is_read:
+        maxima = gemm.shared.warp_maxima.at[warpgroup]
+        gemm.rounded.round_share(warpgroup, gemm.config.num_warpgroups, gemm.share.num_ctas, maxima)
+    lax.fori_loop(0, gemm.share.num_items, consumer.compute, first)
+    if gemm.rounded is not None and gemm.is_read:
+        gemm.rounded.signal_written()

@@ -10,12 +10,14 @@ from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
+from jmx.pallas.mosaic_sm90.fused_rounding import RoundedRows
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
 from jmx.pallas.sm90.gemm import BaseProduct, Operands, Rows
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
+from jmx.pallas.sm90.row import WORDS
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Int32
@@ -65,6 +67,7 @@ class SharedMemory(NamedTuple):
     Args:
         stages, full_barriers, empty_barriers: of the pipeline.
         sums, sums_full_barriers, sums_empty_barriers: of the reduction; see `PartialSums`.
+        warp_maxima: of each consumer warpgroup, which rounds rows; None if none does.
     """
 
     stages: Stage
@@ -73,12 +76,14 @@ class SharedMemory(NamedTuple):
     empty_barriers: Ref
     sums_full_barriers: Ref
     sums_empty_barriers: Ref
+    warp_maxima: Ref = None
 
     @classmethod
     def of(
-        cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any, *, transposed: bool
+        cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any, *, transposed: bool, rounds: bool
     ) -> "SharedMemory":
-        """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`."""
+        """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`. `rounds`: whether rows are
+        rounded in the launch."""
         num_stages, stage_tiles = config.num_stages, config.stage_tiles
 
         def tiles(array: Any, rows: int = 1) -> Any:
@@ -96,8 +101,8 @@ class SharedMemory(NamedTuple):
         )
         copies = sum(buffer is not None for buffer in stages)  # into a stage
         sums = PartialSums.scratch(config.warpgroups_m, max(2, config.warpgroups_k), config.block_n)
-        if config.warpgroups_k == 1:  # no reduction
-            sums = sums._replace(values=plgpu.SMEM((1, 1, 1, 128), jnp.float32))
+        if config.warpgroups_k == 1:  # no reduction, and in its buffer's place there is `warp_maxima`
+            sums = sums._replace(values=None if rounds else plgpu.SMEM((1, 1, 1, 128), jnp.float32))
         return cls(
             stages=stages,
             sums=sums.values,
@@ -105,6 +110,7 @@ class SharedMemory(NamedTuple):
             empty_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=config.num_warpgroups),
             sums_full_barriers=sums.full_barriers,
             sums_empty_barriers=sums.empty_barriers,
+            warp_maxima=plgpu.SMEM((config.num_warpgroups, WORDS), jnp.int32) if rounds else None,
         )
 
     @property
@@ -123,6 +129,7 @@ class Gemm:
         x_rows: each block's first row in `x`.
         before: the schedule of the GEMM of this kernel that computes `x`; None for the first GEMM.
         is_read: whether another GEMM of this kernel reads the result.
+        rounded: that result, if it is rounded before the other GEMM reads it; None: it is not.
         config, decoder: the kernel's.
         blocks, num_blocks: blocks of rows, with references, and the number of those in use.
         num_rows: of the result.
@@ -140,6 +147,7 @@ class Gemm:
     x_rows: Ref | int
     before: Schedule | None
     is_read: bool
+    rounded: RoundedRows | None
     config: Config
     decoder: Decoder
     blocks: Blocks

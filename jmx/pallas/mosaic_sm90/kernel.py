@@ -26,12 +26,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.consumer import consume
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
+from jmx.pallas.mosaic_sm90.fused_rounding import COUNTERS, RoundedRows, Rounding
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Product, SharedMemory, operands_of
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
@@ -53,6 +55,7 @@ def expert_products(
     config: Config,
     num_rows: int,
     num_cores: int,
+    rounding: Rounding | None = None,
 ) -> Float[Array, "parts_rows N"]:
     """Both products of each block of rows.
 
@@ -63,13 +66,14 @@ def expert_products(
             or here an array (B,) of equal numbers, are computed.
         num_rows: R, rows of the result. Rows that belong to no block are not written: their contents are undefined.
         num_cores: CTAs, at most the number of SMs: all of them must be resident, since they wait for each other's h.
+        rounding: how h is rounded in between; None: not.
 
     Returns:
         (config.split_k * R, down.rows.num_outputs) of down's dtype: the parts, one below the other.
     """
     tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
     both = schedules(config, _tiles(gate_up), _tiles(down), tile_columns, blocks.experts.size, num_cores)
-    return _products(x, (gate_up, down), both, blocks, config, num_rows, num_cores)
+    return _products(x, (gate_up, down), both, blocks, config, num_rows, num_cores, rounding)
 
 
 def one_product(
@@ -103,6 +107,7 @@ def _products(
     config: Config,
     num_rows: int,
     num_cores: int,
+    rounding: Rounding | None = None,
 ) -> Float[Array, "parts_rows N"]:
     """The last of one or two products, of which the second one reads the result of the first."""
     first = products[0]
@@ -112,12 +117,28 @@ def _products(
         for product, schedule in zip(products, all_schedules, strict=True)
     ]
 
+    if rounding is not None:
+        outputs += rounding.shapes(num_rows)
+
     def body(
-        x: Ref, operands: tuple[Operands, ...], block_refs: Blocks, written: Ref, *outs: Ref, shared: SharedMemory
+        x: Ref,
+        operands: tuple[Operands, ...],
+        block_refs: Blocks,
+        written: Ref,
+        static: Ref,
+        *outs: Ref,
+        shared: SharedMemory,
     ) -> None:
         work = blocks.with_refs(block_refs)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_blocks = work.number
+        rounded = None
+        if rounding is not None:
+            values, *scales = outs[len(products) :]
+            of_rows = {"values": values, "scales": scales[0] if scales else None, "static": static, "counted": written}
+            rounded = RoundedRows(rounding=rounding, h=outs[0], **of_rows)
+            if scales:
+                operands = operands[0], operands[1]._replace(row_scales=scales[0])
         gemm = partial(
             Gemm,
             config=config,
@@ -126,6 +147,7 @@ def _products(
             num_blocks=num_blocks,
             num_rows=num_rows,
             written=written,
+            rounded=rounded,
             shared=shared,
             warpgroup=warpgroup,
         )
@@ -139,6 +161,7 @@ def _products(
                 yield gemm(product=product, schedule=schedule, share=share, before=before, is_read=followed, **refs)
                 if followed:
                     start, before, rows, x_rows = share.end(overrun_first=True), schedule, outs[nth], work.out_rows
+                    rows = rows if rounded is None else rounded.values
 
         def each(function: Callable[[Gemm], None]) -> None:
             for gemm in gemms():
@@ -148,12 +171,17 @@ def _products(
         specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
 
     operands = tuple(map(operands_of, products))
-    shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed)
+    shared = SharedMemory.of(
+        config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed, rounds=rounding is not None
+    )
     kernel = persistent_kernel(
         body, "mosaic_transposed" if first.transposed else "mosaic", config, num_cores, outputs, shared
     )
-    written = jax.new_ref(blocks.zeros)
-    return launch(kernel, x, operands, blocks.arrays, written)[-1]
+    zeros, static = blocks.zeros, None
+    if rounding is not None:
+        zeros = jnp.pad(zeros, (0, max(0, COUNTERS - zeros.size)))
+        static = None if rounding.static_scale is None else rounding.static_scale.reshape(1)
+    return launch(kernel, x, operands, blocks.arrays, jax.new_ref(zeros), static)[len(products) - 1]
 
 
 def _scope(product: Product) -> str:

@@ -74,7 +74,7 @@ def round_rows(
     def body(x: Ref, row_of: Ref, static: Ref, values: Ref, *scales: Ref, warp_maxima: Ref) -> None:
         with jax.named_scope("round"):
             scale = scales[0] if scales else None
-            _round(lax.axis_index("row"), format, columns, x, row_of, static, values, scale, warp_maxima)
+            round_row(lax.axis_index("row"), format, columns, x, row_of, static, values, scale, warp_maxima)
 
     kernel = plgpu.kernel(
         body,
@@ -91,7 +91,7 @@ def round_rows(
     return RoundedRows(values, None if static_scale is None else jnp.broadcast_to(static_scale, (rows,)))
 
 
-def _round(
+def round_row(
     number: Int32[Array, ""],
     format: InputFormat,
     columns: int,
@@ -102,7 +102,13 @@ def _round(
     scales: Ref,
     warp_maxima: Ref,
 ) -> None:
-    """Rounds a row, by one warpgroup."""
+    """Rounds row `number` of x, by one warpgroup. The other arguments are those of `round_rows`, as references.
+
+    Args:
+        static: of shape (1,), or None, as `row_of` and `scales` may be.
+        values, scales: what is written.
+        warp_maxima: int32 (`row.WORDS`,) of shared memory, which other warpgroups do not use.
+    """
     refs, dtype = (x, row_of, static, values, scales, warp_maxima), np.dtype(x.dtype)
 
     @operation(arg_types=(SCALAR, *(optional(ref, plgpu.RefType()) for ref in refs)))

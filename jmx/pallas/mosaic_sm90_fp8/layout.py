@@ -86,9 +86,9 @@ def magnitudes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return largest.view(np.uint32), steps.view(np.uint32)
 
 
-def _places(spec: WeightSpec) -> np.ndarray[Any, Any]:
-    """Of the magnitudes in a word: uint32 (2, 4), of the codes of lower and of higher columns."""
-    return (_NIBBLES if spec.format == MXFP4 else _ROTATED).astype(np.uint32)
+def _places(spec: WeightSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Of the magnitudes and of the signs in a word: uint32 (2, 4), of the codes of lower and of higher columns."""
+    return (_NIBBLES if spec.format == MXFP4 else _ROTATED).astype(np.uint32), _SIGNS.astype(np.uint32)
 
 
 def _complemented(codes: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
@@ -106,7 +106,8 @@ def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Ar
     rows = rows.reshape(tiles, 4, 2, 8, units, _SLICES, 2, 4, 4)  # tile, warp, r, row, unit, slice, half, lane % 4, 4
     rows = rows.transpose(0, 4, 5, 1, 3, 7, 2, 6, 8).astype(jnp.uint32)
     rows = rows if spec.format == MXFP4 else _complemented(rows)
-    bits = (rows & 7) << _places(spec) | rows >> 3 << _SIGNS.astype(np.uint32)
+    magnitudes, signs = (lax.broadcast_to_rank(places, rows.ndim) for places in _places(spec))
+    bits = (rows & 7) << magnitudes | rows >> 3 << signs
     words = reduce(or_, (bits[..., half, n] for half in range(2) for n in range(4)))
     words = words.reshape(tiles, units, 2, 2, 128, 2).transpose(0, 1, 2, 4, 3, 5)  # two slices in each 16 bytes
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, -1, VALUE_COLUMNS)
@@ -119,7 +120,8 @@ def _untile_values(values: UInt8[Array, "tiles k_rows columns"], spec: WeightSpe
         return untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]
     words = lax.bitcast_convert_type(values.reshape(tiles, units, 2, 128, 2, 2, 4), jnp.uint32)
     words = words.transpose(0, 1, 2, 4, 3, 5).reshape(tiles, units, _SLICES, 4, 8, 4, 2, 1, 1)
-    rows = words >> _places(spec) & 7 | (words >> _SIGNS.astype(np.uint32) & 1) << 3
+    magnitudes, signs = (lax.broadcast_to_rank(places, words.ndim) for places in _places(spec))
+    rows = words >> magnitudes & 7 | (words >> signs & 1) << 3
     rows = rows if spec.format == MXFP4 else _complemented(rows)
     rows = rows.astype(jnp.uint8).transpose(0, 3, 6, 4, 1, 2, 7, 5, 8)
     rows = untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]

@@ -123,11 +123,19 @@ def is_wgmma(config: Config, capability: tuple[int, int]) -> bool:
 def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
     """Whether Triton gives each warp different rows of the weight; otherwise some warps decode the same ones.
 
-    It does for `wgmma`, and for `mma` if the sums of one product go into the next or if the tile is high enough.
+    It does for `wgmma`. For `mma` it divides the longer side of a tile among all warps if the sums of one product go
+    into the next; else it halves in turn the side that has more instructions, of 16 rows and of 8 tokens.
     """
-    high = 2 * config.block_n >= config.block_m * config.num_warps
-    several = config.products > 1
-    return config.block_n >= 16 * config.num_warps and (is_wgmma(config, capability) or several or high)
+    if config.block_n < 16 * config.num_warps:
+        return False
+    if is_wgmma(config, capability):
+        return True
+    return config.block_n >= config.block_m * (1 if config.products > 1 else config.num_warps)
+
+
+def copies_tokens(config: Config) -> bool:
+    """Whether Triton copies x ahead: a thread's share for a product must be 4 bytes, the least of `cp.async`."""
+    return 2 * config.block_m * config.block_k // config.products >= 4 * 32 * config.num_warps
 
 
 # With `wgmma`, two CTAs to an SM: one decodes while the other multiplies. Fewer rows, and more.
@@ -182,6 +190,7 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
         # Triton waits for each product of `wgmma`; a single one decodes more slowly, and pays off only there.
         waits = products > 1 and is_wgmma(config, capability)
         too_small = products == 1 and block_m < 16
-        if config not in found and fits and not waits and not too_small and decodes_once(config, capability):
+        suits = decodes_once(config, capability) and copies_tokens(config)
+        if config not in found and fits and not waits and not too_small and suits:
             found.append(config)
     return found

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from jmx.models.text.harmony import ANALYSIS, Channels
+from jmx.models.text.harmony_package import channels_of
 from jmx.models.text.stops import overlap
 from jmx.models.text.stream import TextStream
 
@@ -61,7 +62,7 @@ class HarmonyParser:
     """gpt-oss' answers: messages in channels, see `Channels`. Messages to functions are calls."""
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer, self._channels = tokenizer, Channels(tokenizer)
+        self._tokenizer, self._channels = tokenizer, channels_of(tokenizer)
         self._stream = TextStream(tokenizer)
         self._called = False  # the message's call has begun
 

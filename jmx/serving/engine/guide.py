@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jmx.models.text.harmony import ANALYSIS, Channels
+from jmx.models.text.harmony_package import channels_of
 
 # The engine makes a schema's grammar between two steps, for which all requests wait: 64 KiB take it some 0.2 s, and
 # multiples of 10,000 some 0.1 s.
@@ -92,7 +93,7 @@ class Guides:
         """
         from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
 
-        channels = Channels(self._tokenizer) if Channels.are_in(self._tokenizer) else None
+        channels = channels_of(self._tokenizer) if Channels.are_in(self._tokenizer) else None
         after = self._tokenizer.token_to_id("</think>") if in_thoughts else None
         with _panics_are_errors():
             return Guide(LLMatcher(self._of_matchers, grammar, log_level=0), self._goes_on, channels, after)

@@ -248,7 +248,7 @@ def _flat(last: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     known, blocks = jnp.asarray(inputs.row_tokens), jnp.asarray(inputs.block_tokens)
     drawn = jnp.take(last, inputs.by_group(inputs.slots)[:, :rows], mode="clip")
     positions = inputs.by_group(inputs.positions)
-    of_blocks = positions[:, rows:, None] + jnp.arange(page)
+    of_blocks = positions[:, rows:, None] + jnp.arange(page)[None, None]
     both = (jnp.where(known < 0, drawn, known), blocks), (positions[:, :rows], of_blocks)
     tokens, positions = (jnp.concatenate([its, more.reshape(len(its), -1)], axis=1).reshape(-1) for its, more in both)
     return tokens, positions
@@ -258,5 +258,5 @@ def _mask(inputs: Inputs) -> jax.Array:
     """Which tokens of a step are no padding, bool (G * (B + M * page),)."""
     rows, page = inputs.size[0], inputs.block_tokens.shape[2]
     counts = inputs.by_group(inputs.counts)
-    filled = jnp.arange(page) < counts[:, rows:, None]
+    filled = jnp.arange(page)[None, None] < counts[:, rows:, None]
     return jnp.concatenate([counts[:, :rows] > 0, filled.reshape(len(counts), -1)], axis=1).reshape(-1)
