@@ -72,7 +72,7 @@ if __name__ == "__main__":
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of activations")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints of the training")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints, a multiple of 20")
     try:
         train(**vars(parser.parse_args()))
     except (ValueError, OSError, FloatingPointError) as error:

@@ -123,11 +123,12 @@ def test_softmaxes_of_splits_are_merged(rng: np.random.Generator, splits: int) -
     peaks = np.maximum(scores.max(-1), LEAST)
     weights = np.exp2(scores - peaks[..., None])
     parts = np.einsum("sbhk,sbhkc->sbhc", weights, values), peaks, weights.sum(-1)
-    got = SplitResults(*(jnp.asarray(part, jnp.float32) for part in parts)).merged().results(jnp.asarray(sinks, jnp.float32))
+    merged = SplitResults(*(jnp.asarray(part, jnp.float32) for part in parts)).merged()
+    got = merged.results(jnp.asarray(sinks, jnp.float32))
     shares = np.exp2(scores - scores.max((0, 3), keepdims=True))
     total = shares.sum((0, 3)) + np.exp2(sinks - scores.max((0, 3)))
     expected = np.einsum("sbhk,sbhkc->bhc", shares, values) / total[..., None]
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+    assert relative_error(got, expected) <= 1e-4  # scores of 100 have no more digits in float32
 
 
 # Interpreted

@@ -106,7 +106,7 @@ def test_layouts_of_quantized_weights_do_not_hold_floats(layout, rng):
         experts_of(rng, "bfloat16").prepare(layout)
 
 
-def test_backends_of_quantized_weights_give_the_reason(rng):
+def test_backends_of_quantized_weights_give_the_reason(rng, on_cpu):
     x, logits = inputs(rng)
     with pytest.raises(jmx.NoBackendError, match="cpu: weight format: weights are 'bfloat16'"):
         run(x, logits, experts_of(rng, "bfloat16"), backend="cpu")

@@ -131,3 +131,7 @@ def test_models_promote_nothing(name: str) -> None:
         assert logits.shape == (2, vocab)
         drawn = jax.eval_shape(lambda x: choose(x, sampler.numbers, 3, counts), logits)
         assert jax.eval_shape(lambda counts, drawn: counts.add(drawn), counts, drawn).new.shape == logits.shape
+    with jax.enable_x64(True):  # indices of 32 and of 64 bits meet in no operation
+        jax.eval_shape(jax.grad(loss), variables)
+        assert jax.eval_shape(step, variables) == logits
+        assert jax.eval_shape(lambda x: choose(x, sampler.numbers, 3, counts), logits) == drawn

@@ -32,7 +32,7 @@ def write[Layer: (jax.Array, PagedLayer)](layer: Layer, parts: Sequence[jax.Arra
     new = jnp.stack(parts).swapaxes(2, 3)
     if starts is None or new.shape[1] == 1:  # XLA compiles this form to a plain write
         return lax.dynamic_update_slice(layer, new, (0, 0, 0, 0 if starts is None else starts[0], 0))
-    put = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (0, 0, start, 0)), (1, 1, 0), 1)
+    put = jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=2), (1, 1, 0), 1)
     return put(layer, new, starts)
 
 

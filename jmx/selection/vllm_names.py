@@ -15,6 +15,7 @@ EQUIVALENTS: dict[str, tuple[str, str]] = {
     "triton_unfused": ("mosaic", "on Hopper, and 'triton' on Ampere and Ada"),
     "humming": ("mosaic", "and with 8-bit inputs 'mosaic_fp8'"),
     "deep_gemm": ("mosaic_fp8", "with input_format='fp8_block'"),
+    "deepgemm": ("mosaic_fp8", "with input_format='fp8_block'"),
     "deepgemm_mxfp4": ("mosaic_fp8", "with input_format='fp8_block'"),
     "flashinfer_cutlass": ("cutlass", "which has to be built: jmx build cutlass"),
     "flashinfer_cutlass_mxfp4_bf16": ("cutlass", "which has to be built: jmx build cutlass"),

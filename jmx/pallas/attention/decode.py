@@ -23,7 +23,7 @@ PAGE = 128  # positions by which capacities are divided: those of a page
 KEYS = 64  # of one step, or twice as many where these are all
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 UNSPLIT = 256  # keys that one CTA takes in any case: splitting so few would only add results to sum
-SPLITS = 16  # CTAs that share a long row's keys, at most, of two blocks each at least
+SPLITS = 32  # CTAs that share a long row's keys, at most, of two blocks each at least
 CTAS = 264  # two on each SM run at a time; where a call has so many, splitting keys further only adds results to sum
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 
@@ -61,7 +61,7 @@ def flash_decode(
     capacity = length if tables is None else PAGE * tables.shape[1]
     blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
     splits = _splits(blocks, batch * kv_heads)
-    keys = 2 * KEYS if window is None and blocks <= 2 * splits else KEYS  # all keys of a CTA in one step
+    keys = _keys(blocks, splits, batch * kv_heads, window)
     call = _Call(num_rows, heads // kv_heads, kv_heads, length, dim, keys, splits, window)
     by_head = query.reshape(batch, kv_heads, call.group, dim)
     whole = jax.ShapeDtypeStruct((batch, kv_heads, call.stored, dim), query.dtype)
@@ -90,6 +90,16 @@ def _splits(blocks: int, units: int) -> int:
     if blocks * KEYS <= UNSPLIT:
         return 1
     return max(1, min(SPLITS, blocks // 2, CTAS // units))
+
+
+def _keys(blocks: int, splits: int, units: int, window: int | None) -> int:
+    """Keys of one step: twice `KEYS` where all of a CTA's are then in flight at once, and CTAs are few.
+
+    Of more CTAs, several on an SM hide each other's waits, and need its shared memory.
+    """
+    if window is None:
+        return 2 * KEYS if blocks <= 2 * splits and units * splits <= CTAS // 2 else KEYS
+    return 2 * KEYS if STAGES < blocks <= 2 * STAGES and units <= CTAS // 8 else KEYS
 
 
 def _end(axis: int, count: int) -> list[tuple[int, int]]:

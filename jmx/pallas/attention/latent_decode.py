@@ -28,7 +28,6 @@ ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused on
 KEYS = 64  # of one step
 STAGES = 2  # of the pipeline: steps whose latents are in flight
 CONSUMERS = 2  # warpgroups
-STEPS = 2  # of a CTA over a full cache, at least
 MOST_SPLITS = 64  # CTAs that share a row's keys: with more, combining their results takes longer than reading the keys
 SHARED_MEMORY = 220 * 1024  # bytes for queries and latents; a CTA has 227 KiB, of which barriers take a part
 
@@ -65,7 +64,7 @@ def flash_decode_latent(
     capacity = latents.shape[1]
     blocks = -(-heads // ROWS)
     block = -(-heads // (TILE * blocks)) * TILE
-    splits = max(1, min(core_count // (blocks * batch), capacity // (KEYS * STEPS), MOST_SPLITS))
+    splits = max(1, min(core_count // (blocks * batch), capacity // KEYS, MOST_SPLITS))
     call = _Call(block, capacity, width, rank, splits, scale)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - heads), (0, 0)))
 
