@@ -24,6 +24,12 @@ def sizes(num_tokens: int, chunks: int) -> list[int]:
     return [each + (index < larger) for index in range(chunks)]
 
 
+def bounds_with_halves(num_tokens: int, chunks: int) -> list[tuple[int, int]]:
+    """The first token of each chunk, and the one after its last; the first and the last chunk are half as large."""
+    inner = [(2 * index + 1) * num_tokens // (2 * (chunks - 1)) for index in range(chunks - 1)]
+    return [*pairwise([0, *inner, num_tokens])]
+
+
 def fault(num_tokens: int, chunks: int) -> str | None:
     """Why a device's tokens cannot go in so many chunks, and the remedy; None if they can."""
     if chunks <= max(1, num_tokens):

@@ -16,6 +16,8 @@ SCATTER = "jmx_peer_scatter"
 SUM = "jmx_peer_sum"
 START = "jmx_peer_start"
 FINISH = "jmx_peer_finish"
+GATHER_NEEDED = "jmx_peer_gather_needed"
+SCATTER_NEEDED = "jmx_peer_scatter_needed"
 
 BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
@@ -62,7 +64,7 @@ def library() -> Library:
 
 def register(loaded: ctypes.CDLL) -> None:
     """Registers the handlers of a loaded library with XLA."""
-    for target in (GATHER, SCATTER, SUM, START, FINISH):
+    for target in (GATHER, SCATTER, SUM, START, FINISH, GATHER_NEEDED, SCATTER_NEEDED):
         stages = {"execute": target}
         if target != FINISH:  # for which everything is there since the start
             stages["initialize"] = f"{target}_initialize"
@@ -78,7 +80,7 @@ def compile_kernels(architecture: str) -> bytes:
         RuntimeError: it does not compile them, with its output.
     """
     nvrtc = _load_nvrtc()
-    headers = {name: (_FOLDER / "src" / name).read_bytes() for name in ("region.h", "lines.h")}
+    headers = {name: (_FOLDER / "src" / name).read_bytes() for name in ("region.h", "lines.h", "needed.h")}
     source = (_FOLDER / "src/kernels.cu").read_bytes()
     program = ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*headers.values())

@@ -3,8 +3,10 @@
 
 #ifdef __CUDACC__
 #define JMX_DEVICE __device__
+#define JMX_UNROLL _Pragma("unroll")
 #else
 #define JMX_DEVICE
+#define JMX_UNROLL
 #endif
 
 namespace jmx {
