@@ -55,9 +55,8 @@ class Peer:
 
     def bytes_sent(self, call: Call) -> tuple[int, int]:
         """As `gather`, but for rows that other devices do not need."""
-        return tuple(
-            sent - less for sent, less in zip(Gather().bytes_sent(call), needed.bytes_left_out(call), strict=True)
-        )
+        (before, after), (less_before, less_after) = Gather().bytes_sent(call), needed.bytes_left_out(call)
+        return before - less_before, after - less_after
 
     def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
