@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from model_steps import relative_error
 
 import jmx
-from jmx.ffi.peer import collectives
 from jmx.parallel import needed, peer
 
 E, H, T, K = 16, 256, 8, 4  # T tokens a device
@@ -86,7 +85,7 @@ class Battery:
                 late = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
                 with contextlib.ExitStack() as stack:
                     if name != exchange:
-                        stack.enter_context(mock.patch.object(collectives, "LEAST_ARRAY_BYTES", 0))
+                        stack.enter_context(mock.patch.object(needed, "LEAST_BYTES", 0))
                         stack.enter_context(mock.patch.object(needed, "MOST_SHARE", 1.0))
                     jax.clear_caches()
                     lowered = [

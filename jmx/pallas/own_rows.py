@@ -22,15 +22,27 @@ from jmx.util.typing import Array, Bool, Float, Int32, Shaped
 
 ROWS, COLUMNS, WARPS = 4, 512, 4  # of a tile
 MOST_CTAS = 1 << 11  # which take turns at the rows that are used: each that finds none takes time, too
-LEAST_SLOTS = 1 << 15  # of all tokens, below which these kernels were no faster than XLA's
+# Slots of all tokens, below which these kernels were no faster than XLA's: where a quarter of the experts, or fewer,
+# are the device's own, and where more are.
+LEAST_SLOTS_OF_A_QUARTER, LEAST_SLOTS = 1 << 12, 1 << 15
 _MOST_ELEMENTS = 1 << 31  # of an array, in which Triton's indices are of 32 bits
 
 
-def take(x: Shaped[Array, "T H"], index: Int32[Array, " R"], blocks: Blocks) -> Shaped[Array, "R H"]:
-    """Rows of x; those after all blocks' rows hold anything. `blocks`: sorted ones, of which rows are `index`'s."""
-    if index.size < LEAST_SLOTS or index.size * x.shape[1] >= _MOST_ELEMENTS:
+def applies(problem: Problem, num_slots: int) -> bool:
+    """Whether the kernels run for so many slots of all tokens."""
+    if problem.num_routed is None:
+        return False
+    a_quarter = 4 * problem.num_experts <= problem.num_routed
+    return num_slots >= (LEAST_SLOTS_OF_A_QUARTER if a_quarter else LEAST_SLOTS)
+
+
+def take(problem: Problem, x: Shaped[Array, "T H"], work: Work) -> Shaped[Array, "R H"]:
+    """The rows of x that sorted work reads; those after all blocks' rows hold anything."""
+    index = work.token_of_row
+    assert index is not None
+    if not applies(problem, work.row_of.size) or index.size * x.shape[1] >= _MOST_ELEMENTS:
         return _taken(x, index)
-    return _take(x, index, last_row(blocks), call=Take())[0]
+    return _take(x, index, last_row(work.blocks), call=Take())[0]
 
 
 def last_row(blocks: Blocks) -> Int32[Array, "1"]:
@@ -39,10 +51,10 @@ def last_row(blocks: Blocks) -> Int32[Array, "1"]:
 
 
 def combine(
-    parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None, dtype: Any
+    problem: Problem, dtype: Any, parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None
 ) -> Float[Array, "T H"]:
     """`grouping.combine`, of `dtype`."""
-    if work.row_of.size < LEAST_SLOTS or parts.size >= _MOST_ELEMENTS:
+    if not applies(problem, work.row_of.size) or parts.size >= _MOST_ELEMENTS:
         return grouping.combine(parts, work, weights).astype(dtype)
     rest = () if weights is None else (weights,)
     return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
@@ -50,7 +62,7 @@ def combine(
 
 def combine_of(problem: Problem, dtype: Any) -> Callable[..., Float[Array, "T H"]]:
     """What combines the rows of a problem: `combine`, or plain jnp if no expert is elsewhere."""
-    return grouping.combine if problem.num_routed is None else partial(combine, dtype=dtype)
+    return grouping.combine if problem.num_routed is None else partial(combine, problem, dtype)
 
 
 @dataclass(frozen=True)

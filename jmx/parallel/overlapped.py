@@ -15,7 +15,7 @@ from jmx.ffi.peer import collectives, copies
 from jmx.ffi.peer.needed import all_gather as all_gather_needed
 from jmx.ffi.peer.needed import reduce_scatter as reduce_scatter_needed
 from jmx.parallel import needed
-from jmx.parallel.chunks import bounds_with_halves, in_chunks
+from jmx.parallel.chunks import INNER, bounds_with_small_ends, in_chunks
 from jmx.parallel.exchange import Call, Local
 from jmx.parallel.gather import gathered
 from jmx.parallel.scatter import scattered
@@ -27,7 +27,7 @@ from jmx.util.typing import Array, Float, Int32, Shaped
 
 def fault(num_tokens: int, chunks: int) -> str | None:
     """Why a device's tokens cannot go in so many chunks, and the remedy; None if they can."""
-    if num_tokens >= 2 * (chunks - 1):
+    if num_tokens >= INNER * (chunks - 2) + 2:
         return None
     return f"{num_tokens} tokens of a device are not {chunks} chunks, of which two are smaller: pass a smaller `chunks`"
 
@@ -40,7 +40,7 @@ def overlapped(
 
     Where it is differentiated nothing overlaps: a chunk is sent after another one was multiplied.
     """
-    bounds = bounds_with_halves(len(x), call.chunks)
+    bounds = bounds_with_small_ends(len(x), call.chunks)
     encoded = x if call.wire is None else call.wire.encode(x)
     second, ranks = bounds[0][1], None
     if needed.applies(call, second):

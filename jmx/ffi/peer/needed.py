@@ -42,7 +42,7 @@ def all_gather(
     axes: Names,
     chosen: Chosen,
     rows: int | None = None,
-) -> tuple[list[Shaped[Array, "..."]], UInt32[Array, " T"]]:
+) -> tuple[list[Shaped[Array, "..."]], UInt32[Array, " nT"]]:
     """Arrays of all ranks along mesh axes, one after the other, and for each token a bit for each rank that needs it.
 
     Args:
@@ -59,11 +59,11 @@ def all_gather(
 
 
 @partial(jax.jit, static_argnums=2)
-def reduce_scatter(rows: Float[Array, "nt H"], ranks: UInt32[Array, " T"], axes: Names) -> Float[Array, "t H"]:
+def reduce_scatter(rows: Float[Array, "nt H"], ranks: UInt32[Array, " nT"], axes: Names) -> Float[Array, "t H"]:
     """This rank's rows of the sum over all ranks, of float32 and in the order of the ranks.
 
-    `ranks`: as from `all_gather`, of T >= t tokens, the last t of which are those of the rows. Rows of a token on other
-    ranks than these must be zeros, and may not be read.
+    `ranks`: as from `all_gather`, of T >= t tokens a rank, the last t of which are those of the rows. Rows of a token
+    on other ranks than these must be zeros, and may not be read.
     """
     return _scatter.bind(rows, ranks, axes=axes, num_ranks=num_ranks(axes))[0]
 
@@ -92,7 +92,7 @@ def ranks_of(
 def _gather_types(*operands: Any, axes: Names, num_ranks: int, chosen: Chosen, rows: int) -> list[Any]:
     del axes, chosen
     x, *routing, _ = operands
-    ranks = routing[0].update(shape=routing[0].shape[:1], dtype=jnp.dtype(jnp.uint32))
+    ranks = routing[0].update(shape=(routing[0].shape[0] * num_ranks,), dtype=jnp.dtype(jnp.uint32))
     sizes = (rows, *(array.shape[0] for array in routing))
     return [
         *(result_type(array, size * num_ranks, ()) for array, size in zip((x, *routing), sizes, strict=True)),
@@ -101,11 +101,10 @@ def _gather_types(*operands: Any, axes: Names, num_ranks: int, chosen: Chosen, r
 
 
 def _gather_by_xla(*operands: Any, axes: Names, num_ranks: int, chosen: Chosen, rows: int) -> list[Any]:
-    del num_ranks
     x, *routing, firsts = operands
     ranks = ranks_of(routing[0], firsts, chosen, len(routing) == 1)
-    everyones = [lax.all_gather(array, axes, tiled=True) for array in (x[:rows], *routing)]
-    its = lax.all_gather(ranks[:rows], axes, tiled=True)
+    *everyones, ranks = (lax.all_gather(array, axes, tiled=True) for array in (x[:rows], *routing, ranks))
+    its = ranks.reshape(num_ranks, -1)[:, :rows].reshape(-1)
     index = lax.axis_index(axes)
     own = jnp.arange(its.size) // rows == index
     kept = own | (its >> index.astype(jnp.uint32) & 1 == 1)
@@ -120,7 +119,7 @@ def _gather_of_batch(operands: Any, dims: Any, *, axes: Names, rows: int, **stat
     assert dims[-1] is None, "the experts of a rank do not differ within a batch"
     moved = tuple(a if dim is None else jnp.moveaxis(a, dim, -1) for a, dim in zip(arrays, dims[:-1], strict=True))
     results = collectives.all_gather((moved[0][:rows], *moved[1:]), axes)
-    first = moved[1][(slice(None), *(0,) * (moved[1].ndim - 1))]
+    first = results[1][(slice(None), *(0,) * (results[1].ndim - 1))]
     every = jnp.zeros_like(first, jnp.uint32) | np.uint32((1 << firsts.size) - 1)
     return [*results, every], [
         *(None if d is None else a.ndim - 1 for a, d in zip(results, dims[:-1], strict=True)),
@@ -139,18 +138,19 @@ def _gather_on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int, chosen
 
 def _scatter_types(rows: Any, _: Any, *, axes: Names, num_ranks: int) -> list[Any]:
     del axes
-    return [result_type(rows, rows.shape[0] // num_ranks, ())]
+    return [result_type(rows, rows.shape[0] // num_ranks, ()), rows]  # the second: memory that other ranks write
 
 
 def _scatter_by_xla(rows: Any, _: Any, *, axes: Names, num_ranks: int) -> list[Any]:
     del num_ranks
-    return [lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True)]
+    return [lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True), rows]
 
 
 def _scatter_of_batch(operands: Any, dims: Any, **static: Any) -> Any:
     rows, _ = operands
     moved = rows if dims[0] is None else jnp.moveaxis(rows, dims[0], -1)
-    return [collectives.reduce_scatter(moved, static["axes"])], [None if dims[0] is None else moved.ndim - 1]
+    dim = None if dims[0] is None else moved.ndim - 1
+    return [collectives.reduce_scatter(moved, static["axes"]), moved], [dim] * 2
 
 
 def _scatter_on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int) -> Any:

@@ -49,14 +49,21 @@ __device__ void End(const Ranks& ranks, const Call& call) {
   }
 }
 
-// Tells the other ranks that this CTA's rows are in their slots, and waits for those of the same CTA of each.
-__device__ void Meet(const Ranks& ranks, u32 call) {
+// Tells the other ranks that what this CTA has sent so far has arrived. `flags`: the first row of flags.
+__device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
   __syncthreads();
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
-    u32* theirs = Word(ranks, other, ranks.rank);
-    u32* mine = Word(ranks, ranks.rank, other);
+    u32* theirs = Word(ranks, other, flags + ranks.rank);
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(call) : "memory");
+  }
+}
+
+// Waits until the same CTA of each rank has told so.
+__device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
+  const int other = threadIdx.x;
+  if (other < ranks.num_ranks && other != ranks.rank) {
+    u32* mine = Word(ranks, ranks.rank, flags + other);
     u64 start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
@@ -66,6 +73,11 @@ __device__ void Meet(const Ranks& ranks, u32 call) {
     }
   }
   __syncthreads();
+}
+
+__device__ void Meet(const Ranks& ranks, u32 call) {
+  Tell(ranks, call);
+  Await(ranks, call);
 }
 
 template <typename Unit>
@@ -143,17 +155,30 @@ struct SystemMemory {
   }
 };
 
-// Sends the addresses of `count` arrays to the other ranks; `theirs` [rank * kMaxArrays + k], shared, gets theirs.
-__device__ void SwapAddresses(const Ranks& ranks, u32 call, const char* const* mine, int count, u64* theirs) {
+// Sends the addresses of `count` arrays to the other ranks.
+__device__ void SendAddresses(const Ranks& ranks, u32 call, const char* const* mine, int count) {
   const int other = threadIdx.x / jmx::kMaxArrays, k = threadIdx.x % jmx::kMaxArrays;
   if (other < ranks.num_ranks && other != ranks.rank && k < count) {
     SystemMemory memory;
     __threadfence_system();  // what earlier kernels wrote there comes before its address
-    const u64 address = reinterpret_cast<u64>(mine[k]);
-    theirs[threadIdx.x] = jmx::Swap(memory, ranks, call, other, blockIdx.x, k, address);
+    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k), jmx::LineOf(reinterpret_cast<u64>(mine[k]), call));
+  }
+}
+
+// `theirs` [rank * kMaxArrays + k], shared, gets the addresses that the other ranks have sent.
+__device__ void ReceiveAddresses(const Ranks& ranks, u32 call, int count, u64* theirs) {
+  const int other = threadIdx.x / jmx::kMaxArrays, k = threadIdx.x % jmx::kMaxArrays;
+  if (other < ranks.num_ranks && other != ranks.rank && k < count) {
+    SystemMemory memory;
+    theirs[threadIdx.x] = jmx::Receive(memory, jmx::AddressLine(ranks, ranks.rank, other, blockIdx.x, k), call);
     __threadfence_system();
   }
   __syncthreads();
+}
+
+__device__ void SwapAddresses(const Ranks& ranks, u32 call, const char* const* mine, int count, u64* theirs) {
+  SendAddresses(ranks, call, mine, count);
+  ReceiveAddresses(ranks, call, count, theirs);
 }
 
 // `Gather`, written into the others' results.
@@ -276,17 +301,11 @@ __device__ void AddUp(const u64* in, Unit* out, u64 begin, u64 end, u64 step, Ra
   }
 }
 
-// `AddUp` of units that begin at unit `first` of each rank's array, of which `theirs` are the others' addresses.
+// `AddUp` for the number of ranks. `in`: shared, and complete when all threads have come here.
 template <typename Unit, typename Element, typename RanksOfUnit>
-__device__ void AddUpRanks(const Ranks& ranks, const Arrays& arrays, const u64* theirs, u64 first, u64 begin, u64 end, u64 step,
-                           RanksOfUnit&& of) {
-  __shared__ u64 in[jmx::kMaxRanks];
-  if (threadIdx.x < ranks.num_ranks) {
-    const bool own = threadIdx.x == ranks.rank;
-    in[threadIdx.x] = (own ? reinterpret_cast<u64>(arrays.in[0]) : theirs[threadIdx.x * jmx::kMaxArrays]) + first * sizeof(Unit);
-  }
+__device__ void AddUpRanks(const Ranks& ranks, const u64* in, char* result, u64 begin, u64 end, u64 step, RanksOfUnit&& of) {
   __syncthreads();
-  Unit* out = reinterpret_cast<Unit*>(arrays.out[0]);
+  Unit* out = reinterpret_cast<Unit*>(result);
   if (ranks.num_ranks <= 2)
     AddUp<2, 8, Unit, Element>(in, out, begin, end, step, of);
   else if (ranks.num_ranks <= 4)
@@ -303,7 +322,10 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
   SwapAddresses(ranks, call, arrays.in, 1, theirs);
   const u64 units = arrays.bytes[0] / sizeof(Unit), first = arrays.whole ? 0 : ranks.rank * units;
   const u32 everyone = (1u << ranks.num_ranks) - 1;
-  AddUpRanks<Unit, Element>(ranks, arrays, theirs, first, blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
+  __shared__ u64 in[jmx::kMaxRanks];
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks)
+    in[rank] = (rank == ranks.rank ? reinterpret_cast<u64>(arrays.in[0]) : theirs[rank * jmx::kMaxArrays]) + first * sizeof(Unit);
+  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
                             gridDim.x * u64{blockDim.x}, [&](u64) { return everyone; });
   Meet(ranks, call);
   End(ranks, call);
@@ -332,10 +354,10 @@ struct Share {
   __device__ explicit Share(u64 count) : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
 };
 
-// Sends bytes [begin, end) of an array to all ranks' results, `Unit` by unit, for the threads of a CTA.
+// Sends bytes [begin, end) of this rank's array k to all ranks' results, `Unit` by unit, for the threads of a CTA.
 template <typename Unit>
-__device__ void SendAll(const Ranks& ranks, const Arrays& arrays, const u64* results, int k, u64 begin, u64 end) {
-  const Unit* in = reinterpret_cast<const Unit*>(arrays.in[k]);
+__device__ void SendAll(const Ranks& ranks, const Arrays& arrays, const char* array, const u64* results, int k, u64 begin, u64 end) {
+  const Unit* in = reinterpret_cast<const Unit*>(array);
   const u64 units = arrays.bytes[k] / sizeof(Unit);
   for (u64 at = begin / sizeof(Unit) + threadIdx.x; at < end / sizeof(Unit); at += blockDim.x) {
     const Unit unit = in[at];
@@ -347,92 +369,119 @@ __device__ void SendAll(const Ranks& ranks, const Arrays& arrays, const u64* res
   }
 }
 
-__device__ void SendRouting(const Ranks& ranks, const Arrays& arrays, const Needed& needed, const u64* results, u64 begin, u64 end) {
+// The routing of tokens [begin, end), and the ranks that need them, which are `own` for all tokens of this rank.
+__device__ void SendRouting(const Ranks& ranks, const Arrays& arrays, const Needed& needed, const u32* own, const u64* results,
+                            u64 begin, u64 end) {
   for (int k = 1; k < arrays.count; ++k) {
     const u64 bytes = arrays.bytes[k] / needed.tokens;
+    const char* array = k == arrays.count - 1 ? reinterpret_cast<const char*>(own) : arrays.in[k];
     if (bytes % sizeof(uint4) == 0)
-      SendAll<uint4>(ranks, arrays, results, k, begin * bytes, end * bytes);
+      SendAll<uint4>(ranks, arrays, array, results, k, begin * bytes, end * bytes);
     else
-      SendAll<u32>(ranks, arrays, results, k, begin * bytes, end * bytes);
+      SendAll<u32>(ranks, arrays, array, results, k, begin * bytes, end * bytes);
   }
 }
 
 constexpr int kWarps = jmx::kThreads / Warp::kCount;
 
-// `GatherArrays`, of rows that go to the ranks which need them only: in the results of others they are zeros.
+// `GatherArrays`, of rows that go to the ranks which need them only: in the results of others they are zeros. The last
+// array has the ranks, which this rank finds for its own tokens, and the others for theirs.
 __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Needed& needed) {
   __shared__ u64 results[jmx::kMaxRanks * jmx::kMaxArrays];
-  __shared__ u32 ranks_of[kWarps];
   const Call call = Begin(ranks);
-  SwapAddresses(ranks, call, arrays.out, arrays.count, results);
+  SendAddresses(ranks, call, arrays.out, arrays.count);
   const Warp warp;
-  const int mine = threadIdx.x / Warp::kCount;
+  const int mine = threadIdx.x / Warp::kCount, last = arrays.count - 1;
   const u32 units = arrays.bytes[0] / needed.rows / sizeof(uint4);  // of a row
   const u64 routing_bytes = arrays.bytes[1] / needed.tokens;
   const u32 everyone = (1u << ranks.num_ranks) - 1;
-  const uint4* in = reinterpret_cast<const uint4*>(arrays.in[0]);
+  u32* const ranks_of = reinterpret_cast<u32*>(arrays.out[last]);  // of all ranks' tokens
+  u32* const own = ranks_of + ranks.rank * needed.tokens;
+  // The rows of a CTA, whose routing it sends, too, so that the same CTA of another rank knows which of them it needs.
+  const Share rows(needed.rows), others(needed.tokens - needed.rows);
+  const auto find = [&](u64 begin, u64 end) {
+    for (u64 token = begin + mine; token < end; token += kWarps) {
+      const u32 found = jmx::RanksOf(warp, needed, ranks.num_ranks, arrays.in[1] + token * routing_bytes, everyone);
+      if (warp.Index() == 0) own[token] = found;
+    }
+  };
+  find(rows.begin, rows.end);
+  find(needed.rows + others.begin, needed.rows + others.end);
+  ReceiveAddresses(ranks, call, arrays.count, results);  // and all warps have found theirs
+  SendRouting(ranks, arrays, needed, own, results, rows.begin, rows.end);
+  SendRouting(ranks, arrays, needed, own, results, needed.rows + others.begin, needed.rows + others.end);
+  Tell(ranks, call, jmx::kFirst);
   const auto result = [&](int rank) {
     return reinterpret_cast<uint4*>(rank == ranks.rank ? reinterpret_cast<u64>(arrays.out[0]) : results[rank * jmx::kMaxArrays]);
   };
-  // The rows of a CTA, whose routing it sends, too: that of the same CTA of another rank has both after it has met this one.
-  const Share rows(needed.rows), others(needed.tokens - needed.rows);
-  SendRouting(ranks, arrays, needed, results, rows.begin, rows.end);
-  SendRouting(ranks, arrays, needed, results, needed.rows + others.begin, needed.rows + others.end);
-  const auto ranks_that_need = [&](u64 token) {
-    const u32 found = jmx::RanksOf(warp, needed, ranks.num_ranks, arrays.in[1] + token * routing_bytes, everyone);
-    if (warp.Index() == 0) needed.ranks[token] = found;
-    return found;
-  };
-  for (u64 token = needed.rows + others.begin + mine; token < needed.rows + others.end; token += kWarps) ranks_that_need(token);
-  for (u64 first = rows.begin; first < rows.end; first += kWarps) {
-    if (first + mine < rows.end) {
-      const u32 found = ranks_that_need(first + mine);
-      if (warp.Index() == 0) ranks_of[mine] = found;
+  const uint4* in = reinterpret_cast<const uint4*>(arrays.in[0]);
+  for (u32 begin = rows.begin * units + threadIdx.x; begin < rows.end * units; begin += kInFlight * jmx::kThreads) {
+    uint4 found[kInFlight];
+    u32 its[kInFlight] = {};
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const u32 at = begin + i * jmx::kThreads;
+      if (at >= rows.end * units) break;
+      found[i] = in[at];
+      its[i] = __ldcg(own + at / units) | 1u << ranks.rank;
     }
-    __syncthreads();
-    const u32 count = (rows.end - first < kWarps ? rows.end - first : kWarps) * units;
-    for (u32 begin = threadIdx.x; begin < count; begin += kInFlight * jmx::kThreads) {
-      uint4 found[kInFlight];
+    for (int k = 0; k < ranks.num_ranks; ++k) {
+      const int rank = (ranks.rank + k) % ranks.num_ranks;
+      uint4* const to = result(rank) + ranks.rank * needed.rows * units;
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i)
-        if (begin + i * jmx::kThreads < count) found[i] = in[first * units + begin + i * jmx::kThreads];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const u32 at = begin + i * jmx::kThreads;
-        if (at >= count) break;
-        const u32 its = ranks_of[at / units] | 1u << ranks.rank;
-        for (int k = 0; k < ranks.num_ranks; ++k) {
-          const int rank = (ranks.rank + k) % ranks.num_ranks;
-          if (its >> rank & 1) result(rank)[(ranks.rank * needed.rows + first) * units + at] = found[i];
-        }
-      }
+        if (its[i] >> rank & 1) to[begin + i * jmx::kThreads] = found[i];
     }
-    __syncthreads();  // before the next ones are in shared memory
   }
-  Meet(ranks, call);
+  Await(ranks, call, jmx::kFirst);
   for (int i = 1; i < ranks.num_ranks; ++i) {
     const int other = (ranks.rank + i) % ranks.num_ranks;
     for (u64 row = rows.begin + mine; row < rows.end; row += kWarps) {
-      const char* routing = arrays.out[1] + (other * needed.tokens + row) * routing_bytes;
-      if (jmx::RanksOf(warp, needed, ranks.num_ranks, routing, 1u << ranks.rank) != 0) continue;
+      if (__ldcg(ranks_of + other * needed.tokens + row) >> ranks.rank & 1) continue;
       for (u32 at = warp.Index(); at < units; at += Warp::kCount) result(ranks.rank)[(other * needed.rows + row) * units + at] = {};
     }
   }
+  Meet(ranks, call);
   End(ranks, call);
 }
 
-// `ReduceArrays`, of rows that are read on the ranks with a bit in `needed.ranks` only: on others they add nothing.
+// The sum over the ranks that have an expert of a row's token, in float32 and in the order of the ranks. They write these
+// rows into the second array of the rank whose token it is, one rank's after the other. Rows are those of the last tokens.
 template <typename Element>
 __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Needed& needed) {
-  __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays];
+  __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays], in[jmx::kMaxRanks];
   const Call call = Begin(ranks);
-  SwapAddresses(ranks, call, arrays.in, 1, theirs);
+  SwapAddresses(ranks, call, arrays.out, 2, theirs);
   const u32 units = arrays.bytes[0] / needed.rows / sizeof(uint4);  // of a row
+  const u32* const ranks_of = needed.ranks + (needed.tokens - needed.rows);  // of rank 0's rows
   const Share rows(needed.rows);
-  const u64 first = ranks.rank * needed.rows * units;
-  AddUpRanks<uint4, Element>(ranks, arrays, theirs, first, rows.begin * units + threadIdx.x, rows.end * units, jmx::kThreads,
-                             [&](u64 at) { return needed.ranks[static_cast<u32>(at) / units]; });
+  const u32 count = (rows.end - rows.begin) * units;  // of a rank
+  const uint4* given = reinterpret_cast<const uint4*>(arrays.in[0]);
+  for (u32 begin = threadIdx.x; begin < (ranks.num_ranks - 1) * count; begin += kInFlight * jmx::kThreads) {
+    uint4 found[kInFlight];
+    uint4* to[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const u32 nth = begin + i * jmx::kThreads;
+      to[i] = nullptr;
+      if (nth >= (ranks.num_ranks - 1) * count) break;
+      const int other = (ranks.rank + 1 + nth / count) % ranks.num_ranks;
+      const u32 at = rows.begin * units + nth % count;
+      if ((__ldg(ranks_of + other * needed.tokens + at / units) >> ranks.rank & 1) == 0) continue;
+      found[i] = given[other * needed.rows * units + at];
+      to[i] = reinterpret_cast<uint4*>(theirs[other * jmx::kMaxArrays + 1]) + ranks.rank * needed.rows * units + at;
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (to[i] != nullptr) *to[i] = found[i];
+  }
   Meet(ranks, call);
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks) {
+    const char* from = rank == ranks.rank ? arrays.in[0] : arrays.out[1];
+    in[rank] = reinterpret_cast<u64>(from) + rank * arrays.bytes[0];
+  }
+  AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], rows.begin * units + threadIdx.x, rows.end * units, jmx::kThreads,
+                             [&](u64 at) { return __ldg(ranks_of + ranks.rank * needed.tokens + static_cast<u32>(at) / units); });
   End(ranks, call);
 }
 

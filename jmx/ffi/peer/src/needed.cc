@@ -48,13 +48,13 @@ struct Sizes {
 
 // Arguments: rows (T, m), the first t of which are sent; the tokens' routing, (T, E) float32 logits, or (T, k) int32 ids
 // and their (T, k) weights; (R,) int32, the first expert of each rank. Results: these of all ranks, (R t, m) and so on, and
-// (T,) uint32.
+// (R T,) uint32, the ranks that need each token.
 Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  const size_t count = args.size() - 1;  // of arrays that are gathered
-  Rule(args.size() >= 3 && count <= kMaxArrays && results.size() == args.size(), "wrong number of arrays");
+  const size_t count = args.size() - 1;  // of arrays that this rank has
+  Rule(args.size() >= 3 && count < kMaxArrays && results.size() == args.size(), "wrong number of arrays");
   Call call;
   call.function = "gather_needed";
-  call.arrays.count = static_cast<int>(count);
+  call.arrays.count = static_cast<int>(count) + 1;
   for (size_t i = 0; i < count; ++i) {
     const auto in = args.get<ffi::AnyBuffer>(i);
     const auto out = results.get<ffi::AnyBuffer>(i);
@@ -76,13 +76,14 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
   Rule(of_rows.rows == of_routing.rows && of_rows.row_bytes % kUnit == 0 && call.arrays.bytes[0] % of_rows.row_bytes == 0,
        "wrong sizes of rows");
   Rule(firsts->element_type() == ffi::S32 && firsts->element_count() == static_cast<size_t>(group.size()), "wrong first experts");
-  Rule((*ranks)->element_type() == ffi::U32 && (*ranks)->element_count() == static_cast<size_t>(of_routing.rows), "wrong ranks of tokens");
+  Rule((*ranks)->element_type() == ffi::U32 && (*ranks)->element_count() == static_cast<size_t>(of_routing.rows * group.size()), "wrong ranks of tokens");
+  call.arrays.out[count] = static_cast<char*>((*ranks)->untyped_data());
+  call.arrays.bytes[count] = of_routing.rows * sizeof(unsigned);
   call.needed.logits = count == 2;
   Rule(routing->element_type() == (call.needed.logits ? ffi::F32 : ffi::S32), "wrong type of the routing");
   Rule(!call.needed.logits || of_routing.columns <= kMostLogits, "too many logits");
   Rule(call.needed.logits || of_routing.columns == top_k, "wrong number of experts of a token");
   call.needed.firsts = reinterpret_cast<const int*>(Data(*firsts));
-  call.needed.ranks = static_cast<unsigned*>((*ranks)->untyped_data());
   call.needed.rows = call.arrays.bytes[0] / of_rows.row_bytes;
   call.needed.tokens = of_routing.rows;
   call.needed.each = static_cast<int>(each);
@@ -91,15 +92,17 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
   return call;
 }
 
-// Arguments: rows (R t, H); (T,) uint32, the ranks of tokens, of which the last t have these rows. Result: (t, H).
+// Arguments: rows (R t, H); (R T,) uint32, the ranks of all tokens, of which the last t of each rank have these rows.
+// Results: (t, H); and memory like the rows, into which other ranks write theirs.
 Call ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  Rule(args.size() == 2 && results.size() == 1, "wrong number of arrays");
+  Rule(args.size() == 2 && results.size() == 2, "wrong number of arrays");
   const auto in = args.get<ffi::AnyBuffer>(0), ranks = args.get<ffi::AnyBuffer>(1);
-  const auto out = results.get<ffi::AnyBuffer>(0);
-  Rule(in.has_value() && ranks.has_value() && out.has_value(), "arrays are missing");
+  const auto out = results.get<ffi::AnyBuffer>(0), written = results.get<ffi::AnyBuffer>(1);
+  Rule(in.has_value() && ranks.has_value() && out.has_value() && written.has_value(), "arrays are missing");
   const Sizes its(**out);
-  Rule(in->size_bytes() == (*out)->size_bytes() * group.size() && its.row_bytes % kUnit == 0, "wrong sizes of rows");
-  Rule(ranks->element_type() == ffi::U32 && ranks->element_count() >= static_cast<size_t>(its.rows), "wrong ranks of tokens");
+  Rule(in->size_bytes() == (*written)->size_bytes() && in->size_bytes() == (*out)->size_bytes() * group.size() && its.row_bytes % kUnit == 0, "wrong sizes of rows");
+  const size_t tokens = ranks->element_count() / group.size();
+  Rule(ranks->element_type() == ffi::U32 && tokens >= static_cast<size_t>(its.rows), "wrong ranks of tokens");
   const auto type = in->element_type();
   Rule(type == ffi::BF16 || type == ffi::F16 || type == ffi::F32, "wrong type");
   Call call;
@@ -107,9 +110,11 @@ Call ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::RemainingRets r
   call.arrays.count = 1;
   call.arrays.in[0] = Data(*in);
   call.arrays.out[0] = static_cast<char*>((*out)->untyped_data());
+  call.arrays.out[1] = static_cast<char*>((*written)->untyped_data());
   call.arrays.bytes[0] = (*out)->size_bytes();
-  call.needed.ranks = static_cast<unsigned*>(ranks->untyped_data()) + (ranks->element_count() - its.rows);
-  call.needed.rows = call.needed.tokens = its.rows;
+  call.needed.ranks = static_cast<const unsigned*>(ranks->untyped_data());
+  call.needed.rows = its.rows;
+  call.needed.tokens = tokens;
   return call;
 }
 

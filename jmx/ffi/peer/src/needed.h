@@ -11,9 +11,9 @@ constexpr int kMostLogits = 512;  // of a token
 // Beside the arrays of a call, of which the first one has the rows, and the others the tokens' routing.
 struct Needed {
   const int* firsts;        // by rank: its first expert
-  unsigned int* ranks;      // of a gather a result: for each token a bit for each rank that needs it
-  unsigned long long rows;  // of a rank, which are those of its first tokens
-  unsigned long long tokens;
+  const unsigned int* ranks;  // of a sum: for each token of all ranks a bit for each rank that has one of its experts
+  unsigned long long rows;    // of a rank: those of its first tokens, or in a sum of its last ones
+  unsigned long long tokens;  // of a rank
   int each;    // experts of a rank
   int top_k;   // experts of a token
   int width;   // elements of a token's routing in the first array that has it
