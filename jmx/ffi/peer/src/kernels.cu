@@ -101,37 +101,73 @@ __device__ void ForEach(u64 num_units, Load&& load, Store&& store) {
   }
 }
 
+// The part of `count` things that is this CTA's. What it sends is what the same CTA of another rank waits for.
+struct Share {
+  u64 begin, end;
+  __device__ explicit Share(u64 count) : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
+  __device__ u32 Size() const { return end - begin; }
+};
+
+// `ForEach`, of units that are all of this CTA.
+template <typename Unit, typename Load, typename Store>
+__device__ void ForEachOfCta(u32 count, Load&& load, Store&& store) {
+  for (u32 first = threadIdx.x; first < count; first += kInFlight * jmx::kThreads) {
+    Unit units[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + i * jmx::kThreads < count) units[i] = load(first + i * jmx::kThreads);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + i * jmx::kThreads < count) store(first + i * jmx::kThreads, units[i]);
+  }
+}
+
+// A unit of a slot: that of an array, which has so many.
+template <typename Unit>
+struct Place {
+  int array = 0;
+  u64 at, units;
+  __device__ Place(const Arrays& arrays, u64 of_slot) : at(of_slot) {
+    for (;; ++array) {
+      units = arrays.bytes[array] / sizeof(Unit);
+      if (at < units) return;
+      at -= units;
+    }
+  }
+};
+
 // Arrays of all ranks, one after the other in each result.
 template <typename Unit>
 __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
   const Call call = Begin(ranks);
-  u64 begin = 0;  // of an array in a slot
-  for (int k = 0; k < arrays.count; ++k) {
-    const u64 units = arrays.bytes[k] / sizeof(Unit);
-    ForEach<Unit>(
-        units, [&](u64 at) { return reinterpret_cast<const Unit*>(arrays.in[k])[at]; },
-        [&](u64 at, const Unit& unit) {
-          for (int i = 1; i < ranks.num_ranks; ++i) {
-            const int other = (ranks.rank + i) % ranks.num_ranks;
-            reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[begin + at] = unit;
-          }
-          reinterpret_cast<Unit*>(arrays.out[k])[ranks.rank * units + at] = unit;
-        });
-    begin += units;
-  }
+  u64 units = 0;  // of a slot
+  for (int k = 0; k < arrays.count; ++k) units += arrays.bytes[k] / sizeof(Unit);
+  const Share share(units);
+  ForEachOfCta<Unit>(
+      share.Size(),
+      [&](u32 nth) {
+        const Place<Unit> place(arrays, share.begin + nth);
+        return reinterpret_cast<const Unit*>(arrays.in[place.array])[place.at];
+      },
+      [&](u32 nth, const Unit& unit) {
+        for (int i = 1; i < ranks.num_ranks; ++i) {
+          const int other = (ranks.rank + i) % ranks.num_ranks;
+          reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[share.begin + nth] = unit;
+        }
+        const Place<Unit> place(arrays, share.begin + nth);
+        reinterpret_cast<Unit*>(arrays.out[place.array])[ranks.rank * place.units + place.at] = unit;
+      });
   Meet(ranks, call);
-  begin = 0;
-  for (int k = 0; k < arrays.count; ++k) {
-    const u64 units = arrays.bytes[k] / sizeof(Unit);
-    for (int i = 1; i < ranks.num_ranks; ++i) {
-      const int other = (ranks.rank + i) % ranks.num_ranks;
-      const char* slot = jmx::SlotOf(ranks, ranks.rank, call, other);
-      ForEach<Unit>(
-          units, [&](u64 at) { return Read<Unit>(slot, begin + at); },
-          [&](u64 at, const Unit& unit) { reinterpret_cast<Unit*>(arrays.out[k])[other * units + at] = unit; });
-    }
-    begin += units;
-  }
+  const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
+  ForEachOfCta<Unit>(
+      (ranks.num_ranks - 1) * share.Size(),
+      [&](u32 nth) {
+        return Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, other_of(nth)), share.begin + nth % share.Size());
+      },
+      [&](u32 nth, const Unit& unit) {
+        const Place<Unit> place(arrays, share.begin + nth % share.Size());
+        reinterpret_cast<Unit*>(arrays.out[place.array])[other_of(nth) * place.units + place.at] = unit;
+      });
   End(ranks, call);
 }
 
@@ -241,35 +277,6 @@ union Lanes {
   __device__ Lanes() {}
 };
 
-// The sum over all ranks, in float32 and in the order of the ranks: of each rank's rows, or of all rows on each rank.
-template <typename Unit, typename Element>
-__device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
-  constexpr int kElements = sizeof(Unit) / sizeof(Element);
-  const Call call = Begin(ranks);
-  const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
-  const Unit* in = reinterpret_cast<const Unit*>(arrays.in[0]);
-  for (int i = 1; i < ranks.num_ranks; ++i) {
-    const int other = (ranks.rank + i) % ranks.num_ranks;
-    Unit* slot = reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank));
-    ForEach<Unit>(
-        units, [&](u64 at) { return in[other * stride + at]; }, [&](u64 at, const Unit& unit) { slot[at] = unit; });
-  }
-  Meet(ranks, call);
-  const u64 step = gridDim.x * u64{blockDim.x};
-  for (u64 at = blockIdx.x * u64{blockDim.x} + threadIdx.x; at < units; at += step) {
-    float sum[kElements] = {};
-    for (int rank = 0; rank < ranks.num_ranks; ++rank) {
-      Lanes<Unit, Element> lanes;
-      lanes.unit = rank == ranks.rank ? in[rank * stride + at] : Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, rank), at);
-      for (int i = 0; i < kElements; ++i) sum[i] += lanes.elements[i].Widen();
-    }
-    Lanes<Unit, Element> result;
-    for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
-    reinterpret_cast<Unit*>(arrays.out[0])[at] = result.unit;
-  }
-  End(ranks, call);
-}
-
 // The sums over ranks, in float32 and in their order, of units [begin, end) of this thread, of which each rank has those
 // of `in`, an address in shared memory: those of the ranks with a bit in `of` (index of a unit). A thread asks all ranks
 // for kUnits of its units before it adds any: if it asked one rank after the other, all GPUs would read from the same one.
@@ -314,6 +321,31 @@ __device__ void AddUpRanks(const Ranks& ranks, const u64* in, char* result, u64 
     AddUp<8, 2, Unit, Element>(in, out, begin, end, step, of);
 }
 
+// The sum over all ranks, in float32 and in the order of the ranks: of each rank's rows, or of all rows on each rank.
+template <typename Unit, typename Element>
+__device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
+  __shared__ u64 in[jmx::kMaxRanks];
+  const Call call = Begin(ranks);
+  const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
+  const Unit* given = reinterpret_cast<const Unit*>(arrays.in[0]);
+  const Share share(units);
+  const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
+  ForEachOfCta<Unit>(
+      (ranks.num_ranks - 1) * share.Size(),
+      [&](u32 nth) { return given[other_of(nth) * stride + share.begin + nth % share.Size()]; },
+      [&](u32 nth, const Unit& unit) {
+        reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other_of(nth), call, ranks.rank))[share.begin + nth % share.Size()] = unit;
+      });
+  Meet(ranks, call);
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks)
+    in[rank] = reinterpret_cast<u64>(rank == ranks.rank ? reinterpret_cast<const char*>(given + rank * stride)
+                                                        : jmx::SlotOf(ranks, ranks.rank, call, rank));
+  const u32 everyone = (1u << ranks.num_ranks) - 1;
+  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
+                            [&](u64) { return everyone; });
+  End(ranks, call);
+}
+
 // `Reduce`, of rows that are read where the others have them.
 template <typename Unit, typename Element>
 __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
@@ -346,12 +378,6 @@ struct Warp {
     for (int lanes = kCount / 2; lanes > 0; lanes /= 2) number = fmaxf(number, __shfl_xor_sync(~0u, number, lanes));
     return number;
   }
-};
-
-// The part of `count` things that is this CTA's.
-struct Share {
-  u64 begin, end;
-  __device__ explicit Share(u64 count) : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
 };
 
 // Sends bytes [begin, end) of this rank's array k to all ranks' results, `Unit` by unit, for the threads of a CTA.
@@ -500,7 +526,7 @@ LINES(reduce_f16_lines, jmx::ReduceLines<Float16>)
 LINES(reduce_f32_lines, jmx::ReduceLines<Float32>)
 
 #define GATHER(BYTES, UNIT)                                                                                                          \
-  extern "C" __global__ void gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads) gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
     Gather<UNIT>(ranks, arrays);                                                                                                     \
   }                                                                                                                                  \
   extern "C" __global__ void gather_arrays_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
