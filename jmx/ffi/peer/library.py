@@ -25,6 +25,8 @@ BUILD = (
 )
 _FOLDER = pathlib.Path(__file__).parent
 _PATH = _FOLDER / "libjmx_peer.so"
+# What kernels.cu includes.
+_HEADERS = ("region.h", "lines.h", "calls.h", "units.h", "needed.h", "needed_kernels.h")
 _OPTIONS = ("--std=c++17", "-default-device")
 # Where the packages of CUDA 13 and 12 that jax depends on have NVRTC, and its name in a CUDA toolkit.
 _NVRTC = (("nvidia.cu13", "lib/libnvrtc.so.13"), ("nvidia.cuda_nvrtc", "lib/libnvrtc.so.12"))
@@ -80,7 +82,7 @@ def compile_kernels(architecture: str) -> bytes:
         RuntimeError: it does not compile them, with its output.
     """
     nvrtc = _load_nvrtc()
-    headers = {name: (_FOLDER / "src" / name).read_bytes() for name in ("region.h", "lines.h", "needed.h")}
+    headers = {name: (_FOLDER / "src" / name).read_bytes() for name in _HEADERS}
     source = (_FOLDER / "src/kernels.cu").read_bytes()
     program = ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*headers.values())
