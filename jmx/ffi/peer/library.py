@@ -26,7 +26,7 @@ BUILD = (
 _FOLDER = pathlib.Path(__file__).parent
 _PATH = _FOLDER / "libjmx_peer.so"
 # What kernels.cu includes.
-_HEADERS = ("region.h", "lines.h", "calls.h", "units.h", "needed.h", "needed_kernels.h")
+_HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h", "needed_kernels.h")
 _OPTIONS = ("--std=c++17", "-default-device")
 # Where the packages of CUDA 13 and 12 that jax depends on have NVRTC, and its name in a CUDA toolkit.
 _NVRTC = (("nvidia.cu13", "lib/libnvrtc.so.13"), ("nvidia.cuda_nvrtc", "lib/libnvrtc.so.12"))

@@ -1,6 +1,12 @@
 // Calls of kernels that several GPUs run at once: their numbers, flags and arrays' addresses in the regions of all ranks.
 #pragma once
 
+#ifdef __CUDACC__
+#include "ptx.h"
+#else
+#include "emulated_gpu.h"  // that of a test on a CPU
+#endif
+
 #include "lines.h"
 #include "region.h"
 
@@ -44,8 +50,7 @@ __device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
   __syncthreads();
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
-    u32* theirs = Word(ranks, other, flags + ranks.rank);
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(call) : "memory");
+    StoreRelease(Word(ranks, other, flags + ranks.rank), call);
   }
 }
 
@@ -54,12 +59,10 @@ __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
     u32* mine = Word(ranks, ranks.rank, flags + other);
-    u64 start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    const u64 start = Nanoseconds();
     for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-      if (now - start > kTimeout) __trap();
+      seen = LoadAcquire(mine);
+      if (Nanoseconds() - start > kTimeout) __trap();
     }
   }
   __syncthreads();
@@ -74,16 +77,15 @@ struct SystemMemory {
   u64 start = 0;
 
   __device__ void Store(jmx::Line* to, const jmx::Line& line) {
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.halves[0]), "l"(line.halves[1]) : "memory");
+    StorePair(to, line.halves);
   }
   __device__ jmx::Line Load(const jmx::Line* from) {
     jmx::Line line;
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(line.halves[0]), "=l"(line.halves[1]) : "l"(from) : "memory");
+    LoadPair(from, line.halves);
     return line;
   }
   __device__ void Wait() {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    const u64 now = Nanoseconds();
     if (start == 0) start = now;
     if (now - start > kTimeout) __trap();
   }

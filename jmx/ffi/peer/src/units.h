@@ -54,23 +54,17 @@ struct BFloat16 {
   unsigned short bits;
   __device__ float Widen() const { return __uint_as_float(u32{bits} << 16); }
   __device__ static BFloat16 Round(float value) {
-    BFloat16 result;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
-    return result;
+    return {RoundToBFloat16(value)};
   }
 };
 
 struct Float16 {
   unsigned short bits;
   __device__ float Widen() const {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
+    return WidenFloat16(bits);
   }
   __device__ static Float16 Round(float value) {
-    Float16 result;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
-    return result;
+    return {RoundToFloat16(value)};
   }
 };
 
