@@ -36,7 +36,7 @@ namespace emulated {
 
 struct Thread {
   ucontext_t context;
-  std::vector<char> stack = std::vector<char>(32 << 10);
+  std::vector<char> stack = std::vector<char>(32 << 10, 0x5A);  // no zeros where a value is missing
   bool done = false;
 };
 

@@ -132,11 +132,10 @@ __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
   const uint4* given = reinterpret_cast<const uint4*>(arrays.in[0]);
   for (u32 begin = threadIdx.x; begin < (ranks.num_ranks - 1) * count; begin += kInFlight * jmx::kThreads) {
     uint4 found[kInFlight];
-    uint4* to[kInFlight];
+    uint4* to[kInFlight] = {};
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const u32 nth = begin + i * jmx::kThreads;
-      to[i] = nullptr;
       if (nth >= (ranks.num_ranks - 1) * count) break;
       const int other = (ranks.rank + 1 + nth / count) % ranks.num_ranks;
       const u32 at = rows.begin * units + nth % count;
