@@ -18,9 +18,8 @@ import jmx
 import jmx.nnx
 from jmx import cli
 from jmx.backends import registered_backends
-from jmx.parallel import PlacedExperts, Placement
+from jmx.parallel import PlacedExperts, Placement, needed
 from jmx.parallel import exchanges as known
-from jmx.parallel import needed
 from jmx.parallel.division import Division
 from jmx.selection.costs import PEAKS, Peak, active_experts, flops
 from jmx.selection.environment import Environment
