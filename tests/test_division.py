@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from math import comb
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jmx
 import jmx.nnx
 from jmx import cli
 from jmx.backends import registered_backends
-from jmx.parallel import PlacedExperts, Placement
+from jmx.parallel import PlacedExperts, Placement, needed
 from jmx.parallel import exchanges as known
 from jmx.parallel.division import Division
 from jmx.selection.costs import PEAKS, Peak, active_experts, flops
@@ -105,13 +106,18 @@ def test_kernels_are_those_of_an_expert_with_as_many_rows_in_the_whole_layer(bac
     assert Division.of(PROBLEM, jmx.Split(tokens="ep"), MESH.shape).local.num_routed is None
 
 
-def test_a_floor_of_links() -> None:
+def test_a_floor_of_links(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dataclasses.replace(PROBLEM, num_tokens=1 << 16)
-    found = explain(problem, expert=("dp", "ep"), tokens=("dp", "ep"))
+    found = explain(problem, expert=("dp", "ep"), tokens=("dp", "ep"), exchange="gather")
     sent = 7 * 8192 * (2 * X_BYTES + 32)
     assert found.floor.bound == "links"
     assert found.floor.us == pytest.approx(sent / 245e3)
     assert "(links, 245 GB/s measured with NCCL)" in str(found)
+    monkeypatch.setattr(needed, "MOST_SHARE", 0.85)
+    # Of a token's row and result `peer` leaves out those of devices without any of its four experts.
+    fewer = explain(problem, expert=("dp", "ep"), tokens=("dp", "ep"), exchange="peer")
+    share = 1 - comb(112, 4) / comb(128, 4)
+    assert str(round(7 * 8192 * (share * X_BYTES + 32) / 1e6)) in str(fewer)
     assert explain(problem, tokens="dp").floor.bound == "compute"  # nothing is sent
 
 

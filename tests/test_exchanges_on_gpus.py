@@ -3,11 +3,13 @@
 `JMX_TEST_CALLS` is the number of calls with random delays, 1000 by default.
 """
 
+import contextlib
 import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from model_steps import relative_error
 
 import jmx
-from jmx.parallel import peer
+from jmx.parallel import needed, peer
 
 E, H, T, K = 16, 256, 8, 4  # T tokens a device
 AXES = "dp", "ep"
@@ -57,7 +59,7 @@ class Battery:
 
     Args:
         sizes: of the mesh axes.
-        exchanges: with the numbers of chunks.
+        exchanges: with the numbers of chunks; "peer_needed" is `peer` from array to array, of rows that are needed.
         num_calls: with delays.
     """
 
@@ -77,14 +79,22 @@ class Battery:
         self.programs: dict[str, list[Any]] = {}
         with ThreadPoolExecutor() as pool:
             for exchange, chunks in exchanges:
-                split = jmx.Split(expert="ep", tokens=AXES, exchange=exchange, chunks=chunks, mesh=mesh)
+                name = exchange.removesuffix("_needed")
+                split = jmx.Split(expert="ep", tokens=AXES, exchange=name, chunks=chunks, mesh=mesh)
                 body = partial(calls_with_delays, split=dataclasses.replace(split, mesh=None))
                 late = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
-                lowered = [
-                    jax.jit(partial(layer, split=split)).lower(*self.arguments),
-                    jax.jit(jax.grad(partial(loss, split=split), (0, 1))).lower(*self.arguments),
-                    jax.jit(late).lower(*self.arguments, y, self.delays),
-                ]
+                with contextlib.ExitStack() as stack:
+                    if name != exchange:
+                        stack.enter_context(mock.patch.object(needed, "LEAST_BYTES", 0))
+                        stack.enter_context(mock.patch.object(needed, "MOST_SHARE", 1.0))
+                    jax.clear_caches()
+                    lowered = [
+                        jax.jit(partial(layer, split=split)).lower(*self.arguments),
+                        jax.jit(jax.grad(partial(loss, split=split), (0, 1))).lower(*self.arguments),
+                        jax.jit(late).lower(*self.arguments, y, self.delays),
+                    ]
+                if name != exchange and sizes[1] > 1:
+                    assert all("jmx_peer_gather_needed" in its.as_text() for its in (lowered[0], lowered[2]))
                 self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
 
     def check(self) -> None:
@@ -109,7 +119,7 @@ def battery(shape: str) -> Battery | None:
     sizes = {"1xN": (1, count), "2xN/2": (2, count // 2), "Nx1": (count, 1)}[shape]
     exchanges = [("gather", 1), ("rows", 1)]
     if not peer.fault(2):
-        exchanges += [("peer", 1), ("peer_lines", 1), ("peer", 3)]
+        exchanges += [("peer", 1), ("peer_lines", 1), ("peer", 3), ("peer_needed", 1), ("peer_needed", 3)]
     return Battery(sizes, exchanges, int(os.environ.get("JMX_TEST_CALLS", "1000")))
 
 

@@ -16,7 +16,7 @@ from model_steps import relative_error
 import jmx
 from jmx.ffi.library import load
 from jmx.ffi.peer import collectives, copies, library
-from jmx.parallel import overlapped, peer, wire
+from jmx.parallel import chunks, overlapped, peer, wire
 from jmx.parallel.exchange import Call
 from jmx.perf.shapes import MODELS
 
@@ -39,14 +39,14 @@ def test_the_first_chunk_and_the_last_are_half_as_large_as_others(num_tokens: in
     if reason := overlapped.fault(num_tokens, count):
         assert f"{num_tokens} tokens of a device are not {count} chunks" in reason
         return
-    bounds = overlapped.bounds_of(num_tokens, count)
+    bounds = chunks.bounds_with_small_ends(num_tokens, count)
     sizes = [end - begin for begin, end in bounds]
     assert [begin for begin, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
     assert (len(sizes), sum(sizes)) == (count, num_tokens)
     assert min(sizes) > 0
     first, *inner, last = sizes
     assert abs(first - last) <= 1
-    assert all(abs(size - 2 * first) <= 2 for size in inner)
+    assert all(abs(size - chunks.INNER * first) <= chunks.INNER for size in inner)
 
 
 @pytest.mark.costly

@@ -1,5 +1,6 @@
 """Rows of a device's own experts: the kernels against their definitions, interpreted; on a GPU; and compiled."""
 
+import dataclasses
 from functools import partial
 
 import aot
@@ -10,8 +11,11 @@ import pytest
 from jmx import grouping
 from jmx.grouping import Cut
 from jmx.pallas import own_rows
+from jmx.perf.shapes import routed_shape
 
 INTERPRETED = pytest.mark.usefixtures("on_cpu")
+WHOLE = routed_shape("gpt-oss-120b", "uniform").problem(1024, "mosaic_sm90")
+QUARTER, HALF = (dataclasses.replace(WHOLE, num_experts=128 // n, num_routed=128) for n in (4, 2))
 SIZES = [(24, 4, 5, 96), (40, 1, 3, 640), (9, 2, 4, 50)]  # tokens, slots, experts, columns
 
 
@@ -53,14 +57,20 @@ def test_the_kernels_are_their_definitions(sizes, dtype, rng):
 @INTERPRETED
 @pytest.mark.parametrize("of_others", [0.0, 1.0])
 def test_all_rows_and_none(of_others, rng, monkeypatch):
-    monkeypatch.setattr(own_rows, "LEAST_SLOTS", 1)
+    monkeypatch.setattr(own_rows, "LEAST_SLOTS_OF_A_QUARTER", 1)
     x, weights, parts, work, _ = drawn = draw(rng, SIZES[0], "bfloat16", of_others)
     assert_kernels(drawn, interpret=True)
     assert work.token_of_row is not None
-    assert own_rows.take(x, work.token_of_row, work.blocks).shape == (work.num_rows, x.shape[1])
-    sums = own_rows.combine(parts, work, weights, x.dtype)
+    assert own_rows.take(QUARTER, x, work).shape == (work.num_rows, x.shape[1])
+    sums = own_rows.combine(QUARTER, x.dtype, parts, work, weights)
     if of_others == 1:
         np.testing.assert_array_equal(np.asarray(sums), 0)
+
+
+def test_how_many_slots_they_are_for():
+    assert [own_rows.applies(QUARTER, slots) for slots in (4095, 4096)] == [False, True]
+    assert [own_rows.applies(HALF, slots) for slots in (4096, 1 << 15)] == [False, True]
+    assert not own_rows.applies(WHOLE, 1 << 20)
 
 
 @pytest.mark.gpu
@@ -71,10 +81,10 @@ def test_on_a_gpu(sizes, rng):
 
 @pytest.mark.aot
 def test_they_compile_for_a_gpu(rng, monkeypatch):
-    monkeypatch.setattr(own_rows, "LEAST_SLOTS", 1)
+    monkeypatch.setattr(own_rows, "LEAST_SLOTS_OF_A_QUARTER", 1)
     x, weights, parts, work, _ = draw(rng, (64, 4, 8, 2880), "bfloat16")
     for function, given, name in (
-        (own_rows.take, (x, work.token_of_row, work.blocks), "jmx_take_own_rows"),
-        (partial(own_rows.combine, dtype=jnp.bfloat16), (parts, work, weights), "jmx_combine_own_rows"),
+        (partial(own_rows.take, QUARTER), (x, work), "jmx_take_own_rows"),
+        (partial(own_rows.combine, QUARTER, jnp.bfloat16), (parts, work, weights), "jmx_combine_own_rows"),
     ):
         assert name in (aot.compile_for_h200(function, *given).as_text() or "")

@@ -86,7 +86,15 @@ def test_the_kernels_compile_for_hopper() -> None:
     except OSError as e:
         pytest.skip(f"needs NVRTC, which the `aot` extra installs: {e}")
     names = ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16")
-    for name in (*names, "gather_arrays_16", "reduce_bf16_arrays_16", "reduce_f16_arrays_2", "reduce_f32_arrays_4"):
+    for name in (
+        *names,
+        "gather_arrays_16",
+        "reduce_bf16_arrays_16",
+        "reduce_f16_arrays_2",
+        "reduce_f32_arrays_4",
+        "gather_needed",
+        "reduce_bf16_needed",
+    ):
         assert name.encode() in image
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmx import grouping
 from jmx.engines import grouped
@@ -20,15 +21,28 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Bool, Float, Int32, Shaped
 
 ROWS, COLUMNS, WARPS = 4, 512, 4  # of a tile
-LEAST_SLOTS = 1 << 15  # of all tokens, below which these kernels were no faster than XLA's
+MOST_CTAS = 1 << 11  # which take turns at the rows that are used: each that finds none takes time, too
+# Slots of all tokens, below which these kernels were no faster than XLA's: where a quarter of the experts, or fewer,
+# are the device's own, and where more are.
+LEAST_SLOTS_OF_A_QUARTER, LEAST_SLOTS = 1 << 12, 1 << 15
 _MOST_ELEMENTS = 1 << 31  # of an array, in which Triton's indices are of 32 bits
 
 
-def take(x: Shaped[Array, "T H"], index: Int32[Array, " R"], blocks: Blocks) -> Shaped[Array, "R H"]:
-    """Rows of x; those after all blocks' rows hold anything. `blocks`: sorted ones, of which rows are `index`'s."""
-    if index.size < LEAST_SLOTS or index.size * x.shape[1] >= _MOST_ELEMENTS:
+def applies(problem: Problem, num_slots: int) -> bool:
+    """Whether the kernels run for so many slots of all tokens."""
+    if problem.num_routed is None:
+        return False
+    a_quarter = 4 * problem.num_experts <= problem.num_routed
+    return num_slots >= (LEAST_SLOTS_OF_A_QUARTER if a_quarter else LEAST_SLOTS)
+
+
+def take(problem: Problem, x: Shaped[Array, "T H"], work: Work) -> Shaped[Array, "R H"]:
+    """The rows of x that sorted work reads; those after all blocks' rows hold anything."""
+    index = work.token_of_row
+    assert index is not None
+    if not applies(problem, work.row_of.size) or index.size * x.shape[1] >= _MOST_ELEMENTS:
         return _taken(x, index)
-    return _take(x, index, last_row(blocks), call=Take())[0]
+    return _take(x, index, last_row(work.blocks), call=Take())[0]
 
 
 def last_row(blocks: Blocks) -> Int32[Array, "1"]:
@@ -37,10 +51,10 @@ def last_row(blocks: Blocks) -> Int32[Array, "1"]:
 
 
 def combine(
-    parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None, dtype: Any
+    problem: Problem, dtype: Any, parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None
 ) -> Float[Array, "T H"]:
     """`grouping.combine`, of `dtype`."""
-    if work.row_of.size < LEAST_SLOTS or parts.size >= _MOST_ELEMENTS:
+    if not applies(problem, work.row_of.size) or parts.size >= _MOST_ELEMENTS:
         return grouping.combine(parts, work, weights).astype(dtype)
     rest = () if weights is None else (weights,)
     return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
@@ -48,7 +62,7 @@ def combine(
 
 def combine_of(problem: Problem, dtype: Any) -> Callable[..., Float[Array, "T H"]]:
     """What combines the rows of a problem: `combine`, or plain jnp if no expert is elsewhere."""
-    return grouping.combine if problem.num_routed is None else partial(combine, dtype=dtype)
+    return grouping.combine if problem.num_routed is None else partial(combine, problem, dtype)
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ class Take:
         return [_taken(x, index)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
-        return _launch(_take_tile, self, given, "jmx_take_own_rows")
+        return _launch(_take_tiles, self, given, "jmx_take_own_rows")
 
 
 @dataclass(frozen=True)
@@ -111,38 +125,50 @@ def _launch(kernel: Any, call: Any, given: Any, name: str) -> list[Shaped[Array,
     return pl.pallas_call(
         kernel,
         out_shape=[out],
-        grid=(pl.cdiv(out.shape[0], ROWS), pl.cdiv(out.shape[1], COLUMNS)),
+        grid=_grid(call, out),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=call.interpret,
         name=name,
     )(*given)
 
 
-def _tile(out: Any) -> tuple[Int32[Array, " r"], Int32[Array, "1 c"], Bool[Array, "r c"]]:
-    """Rows and columns of this CTA's tile of a result, and which of them are inside."""
-    from jax.experimental import pallas as pl
+def _grid(call: Any, out: Any) -> tuple[int, int]:
+    """Tiles of rows, or fewer CTAs that take turns at them, and tiles of columns."""
+    rows, columns = -(-out.shape[0] // ROWS), -(-out.shape[1] // COLUMNS)
+    return (min(rows, max(1, MOST_CTAS // columns)) if isinstance(call, Take) else rows), columns
 
-    rows = pl.program_id(0) * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-    columns = (pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))[None, :]
+
+def _tile(out: Any, nth: Any, column: Any) -> tuple[Int32[Array, " r"], Int32[Array, "1 c"], Bool[Array, "r c"]]:
+    """Rows and columns of a tile of a result, by its numbers, and which of them are inside."""
+    rows = nth * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
+    columns = (column * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))[None, :]
     return rows, columns, (rows < out.shape[0])[:, None] & (columns < out.shape[1])
 
 
-def _take_tile(x: Any, index: Any, end: Any, out: Any) -> None:
+def _take_tiles(x: Any, index: Any, end: Any, out: Any) -> None:
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    rows, columns, inside = _tile(out)
-    used = rows < end[0]
-    tokens = plgpu.load(index.at[rows], mask=used, other=0)
-    inside &= used[:, None]
-    values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
-    plgpu.store(out.at[rows[:, None], columns], values, mask=inside)
+    first, column, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(0), end[0]
+
+    def take(turn: Int32[Array, ""], carry: None) -> None:
+        rows, columns, inside = _tile(out, first + turn * step, column)
+        used = rows < last
+        tokens = plgpu.load(index.at[rows], mask=used, other=0)
+        inside &= used[:, None]
+        values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
+        plgpu.store(out.at[rows[:, None], columns], values, mask=inside)
+
+    tiles = lax.div(last + (ROWS - 1), ROWS)
+    lax.fori_loop(0, lax.div(jnp.maximum(tiles - first + (step - 1), 0), step), take, None)
 
 
 def _combine_tile(parts: Any, row_of: Any, *rest: Any) -> None:
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     *weights, out = rest
-    tokens, columns, inside = _tile(out)
+    tokens, columns, inside = _tile(out, pl.program_id(0), pl.program_id(1))
     total = jnp.zeros(inside.shape, jnp.float32)
     for slot in range(row_of.shape[1]):
         row = plgpu.load(row_of.at[tokens, slot], mask=tokens < out.shape[0], other=-1)

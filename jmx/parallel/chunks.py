@@ -12,6 +12,8 @@ from jax import lax
 from jmx.routing import Routing
 from jmx.util.typing import Array, Float
 
+INNER = 2
+
 # Gathers a chunk's tokens and routing for all devices; what the experts add to them; results of this device's tokens.
 Send = Callable[[Float[Array, "t H"], Routing], tuple[Float[Array, "nt H"], Routing]]
 Compute = Callable[[Float[Array, "nt H"], Routing], Float[Array, "nt H"]]
@@ -22,6 +24,14 @@ def sizes(num_tokens: int, chunks: int) -> list[int]:
     """The numbers of tokens of the chunks, which differ by one at most, the larger ones first."""
     each, larger = divmod(num_tokens, chunks)
     return [each + (index < larger) for index in range(chunks)]
+
+
+def bounds_with_small_ends(num_tokens: int, chunks: int) -> list[tuple[int, int]]:
+    """The first token of each of some chunks, and the one after its last; inner ones are `INNER` times as large as the
+    first and the last."""
+    ends = INNER * (chunks - 2) + 2
+    inner = [(INNER * index + 1) * num_tokens // ends for index in range(chunks - 1)]
+    return [*pairwise([0, *inner, num_tokens])]
 
 
 def fault(num_tokens: int, chunks: int) -> str | None:

@@ -13,6 +13,7 @@ from jmx.numerics.formats import FORMATS
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES, choose
+from jmx.parallel.needed import logits_name_ranks
 from jmx.parallel.split import Names, Split, exchange_call
 from jmx.routing import Method
 from jmx.selection.environment import Environment
@@ -125,12 +126,14 @@ class Division:
             return self
         if self.expert_devices == 1:
             return self
-        for biased in {False, routed.takes_bias}:  # which is not known here
+        biases = {False, routed.takes_bias}  # which is not known here
+        for biased in biases:
             if not routing_kernel.applies(routed, biased, its.num_tokens, its.num_choices, environment):
                 return self
         if self.call is None:
             return replace(self, routes_all=True)
-        call = replace(self.call, logit_bytes=its.num_choices * itemsize)
+        known = all(logits_name_ranks(routed, biased, its.num_choices, itemsize) for biased in biases)
+        call = replace(self.call, logit_bytes=its.num_choices * itemsize, ranks_known=known)
         chosen = _chosen(call, split)
         if self.chosen is None or chosen is None:
             return self

@@ -48,6 +48,7 @@ class Call:
         input_format: what the experts' first product rounds tokens to; None: nothing, or not the tokens themselves.
         platform: of the devices, if they are not here, and are taken for those of one process; None: they are here.
         logit_bytes: bytes of a token's logits, where these are sent instead of its ids and weights; else 0.
+        ranks_known: whether a token's routing, as it is sent, tells which devices have its experts.
     """
 
     axes: Names
@@ -64,6 +65,7 @@ class Call:
     input_format: str | None = None
     platform: str | None = None
     logit_bytes: int = 0
+    ranks_known: bool = True
 
     @property
     def routing_bytes(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jmx import meshes
 from jmx.experts import Experts, ShardedExperts
 from jmx.lora import Adapters
+from jmx.parallel import needed
 from jmx.parallel.exchange import Call, Here
 from jmx.parallel.exchanges import choose
 from jmx.parallel.experts_form import AnyExperts, form_names
@@ -283,6 +284,7 @@ def _call(split: Split, x: Float[Array, "T H"], routing: Routing | Logits, own: 
         experts_per_rank=own.num_experts,
         input_format=own.input_format,
         logit_bytes=0 if logits is None else logits.shape[1] * logits.dtype.itemsize,
+        ranks_known=needed.names_ranks(routing),
     )
 
 

@@ -5,7 +5,6 @@ as the others.
 """
 
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -13,38 +12,43 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.ffi.peer import collectives, copies
-from jmx.parallel.chunks import in_chunks
+from jmx.ffi.peer.needed import all_gather as all_gather_needed
+from jmx.ffi.peer.needed import reduce_scatter as reduce_scatter_needed
+from jmx.parallel import needed
+from jmx.parallel.chunks import INNER, bounds_with_small_ends, in_chunks
 from jmx.parallel.exchange import Call, Local
 from jmx.parallel.gather import gathered
 from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded
 from jmx.routing import Routing
 from jmx.util.primals import Perturbed, values_of
-from jmx.util.typing import Array, Float, Shaped
-
-
-def bounds_of(num_tokens: int, chunks: int) -> list[tuple[int, int]]:
-    """The first token of each chunk, and the one after its last."""
-    inner = [(2 * index + 1) * num_tokens // (2 * (chunks - 1)) for index in range(chunks - 1)]
-    return [*pairwise([0, *inner, num_tokens])]
+from jmx.util.typing import Array, Float, Int32, Shaped
 
 
 def fault(num_tokens: int, chunks: int) -> str | None:
     """Why a device's tokens cannot go in so many chunks, and the remedy; None if they can."""
-    if num_tokens >= 2 * (chunks - 1):
+    if num_tokens >= INNER * (chunks - 2) + 2:
         return None
     return f"{num_tokens} tokens of a device are not {chunks} chunks, of which two are smaller: pass a smaller `chunks`"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def overlapped(call: Call, local: Local, x: Float[Array, "T H"], routing: Routing, arrays: Any) -> Float[Array, "T H"]:
-    """The results of this device's tokens, inside `jax.shard_map`.
+def overlapped(
+    call: Call, local: Local, x: Float[Array, "T H"], routing: Routing, arrays: Any, firsts: Int32[Array, " R"]
+) -> Float[Array, "T H"]:
+    """The results of this device's tokens, inside `jax.shard_map`. `firsts`: the first expert of each device.
 
     Where it is differentiated nothing overlaps: a chunk is sent after another one was multiplied.
     """
-    bounds = bounds_of(len(x), call.chunks)
+    bounds = bounds_with_small_ends(len(x), call.chunks)
     encoded = x if call.wire is None else call.wire.encode(x)
-    rows, ids, weights = collectives.all_gather((encoded[slice(*bounds[0])], *routing), call.axes)
+    second, ranks = bounds[0][1], None
+    if needed.applies(call, second):
+        chosen = needed.chosen_of(call)
+        (rows, ids, weights), ranks = all_gather_needed((encoded, *routing), firsts, call.axes, chosen, second)
+    else:  # a slice in front of the kernel would be a part of its launch, which XLA then does twice
+        first = lax.optimization_barrier(encoded[:second])
+        rows, ids, weights = collectives.all_gather((first, *routing), call.axes)
     # Links send the first chunk, which is waited for, before the second.
     encoded, rows = lax.optimization_barrier((encoded, rows))
     everyones = _of_chunks(Routing(ids, weights), call.num_ranks, bounds)
@@ -58,7 +62,9 @@ def overlapped(call: Call, local: Local, x: Float[Array, "T H"], routing: Routin
         results, coming, returning = lax.optimization_barrier((results, coming, returning))
         if returning is not None:
             returned.append(_sum(copies.finish(returning), call.num_ranks))
-        if coming is None:
+        if coming is None and ranks is not None:
+            returned.append(reduce_scatter_needed(results, ranks, call.axes))
+        elif coming is None:
             returned.append(collectives.reduce_scatter(results, call.axes))
         else:
             rows = copies.finish(coming)
@@ -85,8 +91,9 @@ def _sum(parts: Float[Array, "nt H"], num_ranks: int) -> Float[Array, "t H"]:
     return total.astype(parts.dtype)
 
 
-def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any) -> tuple[Float[Array, "T H"], Any]:
+def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any, firsts: Any) -> tuple[Float[Array, "T H"], Any]:
     perturbed = Perturbed.of(arrays)
+    del firsts
     x, routing, arrays = values_of((x, routing, arrays))
     wanted, rest = perturbed.split(arrays)
 
@@ -102,13 +109,13 @@ def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any) -> tuple[F
     return y, (transpose, perturbed, len(rest))
 
 
-def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
+def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
     del call, local
     transpose, perturbed, num_rest = residuals
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        return None, None, None
+        return None, None, None, None
     dx, dweights, dwanted = transpose(dy)
-    return dx, Routing(None, dweights), perturbed.joined(dwanted, [None] * num_rest)
+    return dx, Routing(None, dweights), perturbed.joined(dwanted, [None] * num_rest), None
 
 
 overlapped.defvjp(_fwd, _bwd, symbolic_zeros=True)

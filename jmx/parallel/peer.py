@@ -9,7 +9,7 @@ from jax import lax
 
 from jmx.ffi.peer import collectives
 from jmx.ffi.peer.library import library
-from jmx.parallel import overlapped
+from jmx.parallel import needed, overlapped
 from jmx.parallel.exchange import Call, Here, Names
 from jmx.parallel.gather import Gather, gathered
 from jmx.parallel.scatter import scattered
@@ -54,15 +54,19 @@ class Peer:
         return overlapped.fault(call.num_tokens, call.chunks)
 
     def bytes_sent(self, call: Call) -> tuple[int, int]:
-        """As `gather`."""
-        return Gather().bytes_sent(call)
+        """As `gather`, but for rows that other devices do not need."""
+        (before, after), (less_before, less_after) = Gather().bytes_sent(call), needed.bytes_left_out(call)
+        return before - less_before, after - less_after
 
     def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
         if call.num_ranks == 1:  # whose chunks only save memory
             return Gather().apply(call, x, routing, here)
         if call.chunks > 1:
-            return overlapped.overlapped(call, here.local, x, routing, here.arrays)
+            return overlapped.overlapped(call, here.local, x, routing, here.arrays, here.first_experts)
+        if not self.lines and needed.applies(call):
+            rows, everyones, ranks = needed.gathered(call, here.first_experts, x, routing)
+            return needed.scattered(call.axes, here.local(here.arrays, rows, everyones), ranks)
         collective = _with_lines if self.lines else collectives.all_gather
         rows, everyones = gathered(Coded(call.wire, collective), call.axes, x, routing)
         return scattered(call.axes, self.lines, here.local(here.arrays, rows, everyones))

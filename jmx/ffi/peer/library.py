@@ -16,6 +16,8 @@ SCATTER = "jmx_peer_scatter"
 SUM = "jmx_peer_sum"
 START = "jmx_peer_start"
 FINISH = "jmx_peer_finish"
+GATHER_NEEDED = "jmx_peer_gather_needed"
+SCATTER_NEEDED = "jmx_peer_scatter_needed"
 
 BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
@@ -23,7 +25,7 @@ BUILD = (
 )
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_peer.so"
-HEADERS = ("region.h", "lines.h")
+HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h", "needed_kernels.h")  # of kernels.cu
 
 
 class Library(NamedTuple):
@@ -60,7 +62,7 @@ def library() -> Library:
 
 def register(loaded: ctypes.CDLL) -> None:
     """Registers the handlers of a loaded library with XLA."""
-    for target in (GATHER, SCATTER, SUM, START, FINISH):
+    for target in (GATHER, SCATTER, SUM, START, FINISH, GATHER_NEEDED, SCATTER_NEEDED):
         stages = {"execute": target}
         if target != FINISH:  # for which everything is there since the start
             stages["initialize"] = f"{target}_initialize"

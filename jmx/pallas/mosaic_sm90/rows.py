@@ -76,7 +76,7 @@ def sorted_rows(
         if problem.num_routed is None:
             rows = place_rows.place(given.values, work.row_of, work.token_of_row)
         else:
-            rows = own_rows.take(given.values, work.token_of_row, work.blocks)
+            rows = own_rows.take(problem, given.values, work)
         rows = grouped.weigh(problem, rows, routing, work)
     else:
         users = expert_of_eight(routing, experts, work)

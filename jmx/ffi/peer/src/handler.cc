@@ -1,16 +1,13 @@
 // The XLA FFI handlers that launch the kernels of kernels.cu. Functions throw std::string, the reason of a failure.
 #include <algorithm>
 #include <cstdint>
-#include <map>
-#include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
-#include <vector>
 
 #include "gpus.h"
 #include "lines.h"
 #include "region.h"
+#include "resources.h"
 #include "try.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,58 +15,6 @@ namespace jmx {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// What the process has: the kernels, by GPU, and regions. It is never freed: a program may be launched at any time.
-class Resources {
- public:
-  static Resources& Get() {
-    static auto* resources = new Resources;  // not destroyed while other threads may still run
-    return *resources;
-  }
-
-  void SetImage(const char* data, size_t size) {
-    std::lock_guard lock(mutex_);
-    image_.assign(data, size);
-  }
-
-  Function FindFunction(int ordinal, const std::string& name) {
-    std::lock_guard lock(mutex_);
-    if (auto found = functions_.find({ordinal, name}); found != functions_.end()) return found->second;
-    if (image_.empty()) throw std::string("the kernels were not compiled in this process");
-    Current current(ordinal);
-    Module& module = modules_[ordinal];
-    if (module == nullptr) Check(driver().load(&module, image_.data()), "cuModuleLoadData");
-    Function function = nullptr;
-    Check(driver().function(&function, module, name.c_str()), "cuModuleGetFunction");
-    return functions_[{ordinal, name}] = function;
-  }
-
-  // The regions of ranks, by rank, of calls of one kind. They are made when the first of these GPUs asks.
-  const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals, size_t slot_bytes) {
-    std::lock_guard lock(mutex_);
-    auto& regions = regions_[{kind, ordinals, slot_bytes}];
-    if (!regions.empty()) return regions;
-    std::vector<Address> made;
-    const size_t bytes = kSlots + 2 * ordinals.size() * slot_bytes;
-    for (int ordinal : ordinals) {
-      Current current(ordinal);
-      for (int other : ordinals) EnableAccess(ordinal, other);
-      Address address = 0;
-      Check(driver().allocate(&address, bytes), "cuMemAlloc");
-      Check(driver().fill(address, 0, bytes / 4), "cuMemsetD32");
-      Check(driver().synchronize(), "cuCtxSynchronize");
-      made.push_back(address);
-    }
-    return regions = made;
-  }
-
- private:
-  std::mutex mutex_;
-  std::string image_;
-  std::map<int, Module> modules_;
-  std::map<std::pair<int, std::string>, Function> functions_;
-  std::map<std::tuple<std::string, std::vector<int>, size_t>, std::vector<Address>> regions_;
-};
 
 // The arrays of a call, and the ranks that exchange them with this GPU.
 struct Call {

@@ -8,150 +8,61 @@
 //
 // Many rows go between the arrays themselves, with no slot and no copy of it: a call begins with the addresses of the
 // arrays, which ranks send each other, and ends with flags: no array of a rank is freed or written during the call.
+#include "calls.h"
 #include "lines.h"
+#include "needed_kernels.h"
 #include "region.h"
+#include "units.h"
 
 namespace {
 
-using jmx::Arrays;
-using jmx::kMaxBlocks;
-using jmx::Ranks;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-constexpr int kInFlight = 4;  // units that a thread reads before it writes them
-constexpr u64 kTimeout = 300ull * 1000 * 1000 * 1000;  // ns that a rank waits for another one
-
-__device__ u32* Word(const Ranks& ranks, int owner, int row) {
-  return reinterpret_cast<u32*>(ranks.region[owner]) + row * kMaxBlocks + blockIdx.x;
-}
-
-// A call, by its number. A second one at the same time, on the same region, would mix rows up, so that is an error. The
-// word `kBusy` is read when the call begins but checked when it ends: rows need not wait for it.
-struct Call {
-  u32 number, busy;
-  __device__ operator u32() const { return number; }
-};
-
-__device__ Call Begin(const Ranks& ranks) {
-  const u32 busy = threadIdx.x == 0 ? atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 1) : 0;
-  return {*Word(ranks, ranks.rank, jmx::kCalls) + 1, busy};
-}
-
-__device__ void End(const Ranks& ranks, const Call& call) {
-  __syncthreads();
-  if (call.busy != 0) __trap();
-  if (threadIdx.x == 0) {
-    *Word(ranks, ranks.rank, jmx::kCalls) = call;
-    atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 0);
-  }
-}
-
-// Tells the other ranks that this CTA's rows are in their slots, and waits for those of the same CTA of each.
-__device__ void Meet(const Ranks& ranks, u32 call) {
-  __syncthreads();
-  const int other = threadIdx.x;
-  if (other < ranks.num_ranks && other != ranks.rank) {
-    u32* theirs = Word(ranks, other, ranks.rank);
-    u32* mine = Word(ranks, ranks.rank, other);
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(call) : "memory");
-    u64 start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-      if (now - start > kTimeout) __trap();
+// A unit of a slot: that of an array, which has so many.
+template <typename Unit>
+struct Place {
+  int array = 0;
+  u64 at, units;
+  __device__ Place(const Arrays& arrays, u64 of_slot) : at(of_slot) {
+    for (;; ++array) {
+      units = arrays.bytes[array] / sizeof(Unit);
+      if (at < units) return;
+      at -= units;
     }
   }
-  __syncthreads();
-}
-
-template <typename Unit>
-__device__ Unit Read(const char* data, u64 index) {  // past L1, which other GPUs do not write to
-  Unit unit = __ldcg(reinterpret_cast<const Unit*>(data) + index);
-  return unit;
-}
-
-// `store` (index, unit) of units that `read` (index) returns: several of a thread are on their way at once.
-template <typename Unit, typename Load, typename Store>
-__device__ void ForEach(u64 num_units, Load&& load, Store&& store) {
-  const u64 step = gridDim.x * u64{blockDim.x};
-  for (u64 first = blockIdx.x * u64{blockDim.x} + threadIdx.x; first < num_units; first += kInFlight * step) {
-    Unit units[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i)
-      if (first + i * step < num_units) units[i] = load(first + i * step);
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i)
-      if (first + i * step < num_units) store(first + i * step, units[i]);
-  }
-}
+};
 
 // Arrays of all ranks, one after the other in each result.
 template <typename Unit>
 __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
   const Call call = Begin(ranks);
-  u64 begin = 0;  // of an array in a slot
-  for (int k = 0; k < arrays.count; ++k) {
-    const u64 units = arrays.bytes[k] / sizeof(Unit);
-    ForEach<Unit>(
-        units, [&](u64 at) { return reinterpret_cast<const Unit*>(arrays.in[k])[at]; },
-        [&](u64 at, const Unit& unit) {
-          for (int i = 1; i < ranks.num_ranks; ++i) {
-            const int other = (ranks.rank + i) % ranks.num_ranks;
-            reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[begin + at] = unit;
-          }
-          reinterpret_cast<Unit*>(arrays.out[k])[ranks.rank * units + at] = unit;
-        });
-    begin += units;
-  }
+  u64 units = 0;  // of a slot
+  for (int k = 0; k < arrays.count; ++k) units += arrays.bytes[k] / sizeof(Unit);
+  const Share share(units);
+  ForEachOfCta<Unit>(
+      share.Size(),
+      [&](u32 nth) {
+        const Place<Unit> place(arrays, share.begin + nth);
+        return reinterpret_cast<const Unit*>(arrays.in[place.array])[place.at];
+      },
+      [&](u32 nth, const Unit& unit) {
+        for (int i = 1; i < ranks.num_ranks; ++i) {
+          const int other = (ranks.rank + i) % ranks.num_ranks;
+          reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[share.begin + nth] = unit;
+        }
+        const Place<Unit> place(arrays, share.begin + nth);
+        reinterpret_cast<Unit*>(arrays.out[place.array])[ranks.rank * place.units + place.at] = unit;
+      });
   Meet(ranks, call);
-  begin = 0;
-  for (int k = 0; k < arrays.count; ++k) {
-    const u64 units = arrays.bytes[k] / sizeof(Unit);
-    for (int i = 1; i < ranks.num_ranks; ++i) {
-      const int other = (ranks.rank + i) % ranks.num_ranks;
-      const char* slot = jmx::SlotOf(ranks, ranks.rank, call, other);
-      ForEach<Unit>(
-          units, [&](u64 at) { return Read<Unit>(slot, begin + at); },
-          [&](u64 at, const Unit& unit) { reinterpret_cast<Unit*>(arrays.out[k])[other * units + at] = unit; });
-    }
-    begin += units;
-  }
+  const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
+  ForEachOfCta<Unit>(
+      (ranks.num_ranks - 1) * share.Size(),
+      [&](u32 nth) {
+        return Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, other_of(nth)), share.begin + nth % share.Size());
+      },
+      [&](u32 nth, const Unit& unit) {
+        const Place<Unit> place(arrays, share.begin + nth % share.Size());
+        reinterpret_cast<Unit*>(arrays.out[place.array])[other_of(nth) * place.units + place.at] = unit;
+      });
   End(ranks, call);
-}
-
-// Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.
-struct SystemMemory {
-  u64 start = 0;
-
-  __device__ void Store(jmx::Line* to, const jmx::Line& line) {
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.halves[0]), "l"(line.halves[1]) : "memory");
-  }
-  __device__ jmx::Line Load(const jmx::Line* from) {
-    jmx::Line line;
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(line.halves[0]), "=l"(line.halves[1]) : "l"(from) : "memory");
-    return line;
-  }
-  __device__ void Wait() {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    if (start == 0) start = now;
-    if (now - start > kTimeout) __trap();
-  }
-};
-
-// Sends the addresses of `count` arrays to the other ranks; `theirs` [rank * kMaxArrays + k], shared, gets theirs.
-__device__ void SwapAddresses(const Ranks& ranks, u32 call, const char* const* mine, int count, u64* theirs) {
-  const int other = threadIdx.x / jmx::kMaxArrays, k = threadIdx.x % jmx::kMaxArrays;
-  if (other < ranks.num_ranks && other != ranks.rank && k < count) {
-    SystemMemory memory;
-    __threadfence_system();  // what earlier kernels wrote there comes before its address
-    const u64 address = reinterpret_cast<u64>(mine[k]);
-    theirs[threadIdx.x] = jmx::Swap(memory, ranks, call, other, blockIdx.x, k, address);
-    __threadfence_system();
-  }
-  __syncthreads();
 }
 
 // `Gather`, written into the others' results.
@@ -176,101 +87,44 @@ __device__ void GatherArrays(const Ranks& ranks, const Arrays& arrays) {
   End(ranks, call);
 }
 
-struct BFloat16 {
-  unsigned short bits;
-  __device__ float Widen() const { return __uint_as_float(u32{bits} << 16); }
-  __device__ static BFloat16 Round(float value) {
-    BFloat16 result;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
-    return result;
-  }
-};
-
-struct Float16 {
-  unsigned short bits;
-  __device__ float Widen() const {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-  }
-  __device__ static Float16 Round(float value) {
-    Float16 result;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
-    return result;
-  }
-};
-
-struct Float32 {
-  float value;
-  __device__ float Widen() const { return value; }
-  __device__ static Float32 Round(float value) { return {value}; }
-};
-
-// A unit, as it is copied, and its elements, as they are added.
-template <typename Unit, typename Element>
-union Lanes {
-  Unit unit;
-  Element elements[sizeof(Unit) / sizeof(Element)];
-  __device__ Lanes() {}
-};
-
 // The sum over all ranks, in float32 and in the order of the ranks: of each rank's rows, or of all rows on each rank.
 template <typename Unit, typename Element>
 __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
-  constexpr int kElements = sizeof(Unit) / sizeof(Element);
+  __shared__ u64 in[jmx::kMaxRanks];
   const Call call = Begin(ranks);
   const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
-  const Unit* in = reinterpret_cast<const Unit*>(arrays.in[0]);
-  for (int i = 1; i < ranks.num_ranks; ++i) {
-    const int other = (ranks.rank + i) % ranks.num_ranks;
-    Unit* slot = reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank));
-    ForEach<Unit>(
-        units, [&](u64 at) { return in[other * stride + at]; }, [&](u64 at, const Unit& unit) { slot[at] = unit; });
-  }
+  const Unit* given = reinterpret_cast<const Unit*>(arrays.in[0]);
+  const Share share(units);
+  const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
+  ForEachOfCta<Unit>(
+      (ranks.num_ranks - 1) * share.Size(),
+      [&](u32 nth) { return given[other_of(nth) * stride + share.begin + nth % share.Size()]; },
+      [&](u32 nth, const Unit& unit) {
+        reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other_of(nth), call, ranks.rank))[share.begin + nth % share.Size()] = unit;
+      });
   Meet(ranks, call);
-  const u64 step = gridDim.x * u64{blockDim.x};
-  for (u64 at = blockIdx.x * u64{blockDim.x} + threadIdx.x; at < units; at += step) {
-    float sum[kElements] = {};
-    for (int rank = 0; rank < ranks.num_ranks; ++rank) {
-      Lanes<Unit, Element> lanes;
-      lanes.unit = rank == ranks.rank ? in[rank * stride + at] : Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, rank), at);
-      for (int i = 0; i < kElements; ++i) sum[i] += lanes.elements[i].Widen();
-    }
-    Lanes<Unit, Element> result;
-    for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
-    reinterpret_cast<Unit*>(arrays.out[0])[at] = result.unit;
-  }
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks)
+    in[rank] = reinterpret_cast<u64>(rank == ranks.rank ? reinterpret_cast<const char*>(given + rank * stride)
+                                                        : jmx::SlotOf(ranks, ranks.rank, call, rank));
+  const u32 everyone = (1u << ranks.num_ranks) - 1;
+  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
+                            [&](u64) { return everyone; });
   End(ranks, call);
 }
 
 // `Reduce`, of rows that are read where the others have them.
 template <typename Unit, typename Element>
 __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
-  constexpr int kElements = sizeof(Unit) / sizeof(Element);
   __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays];
   const Call call = Begin(ranks);
   SwapAddresses(ranks, call, arrays.in, 1, theirs);
   const u64 units = arrays.bytes[0] / sizeof(Unit), first = arrays.whole ? 0 : ranks.rank * units;
-  const u64 step = gridDim.x * u64{blockDim.x};
-  for (u64 begin = blockIdx.x * u64{blockDim.x} + threadIdx.x; begin < units; begin += kInFlight * step) {
-    float sums[kInFlight][kElements] = {};
-    for (int rank = 0; rank < ranks.num_ranks; ++rank) {
-      const char* in = rank == ranks.rank ? arrays.in[0] : reinterpret_cast<const char*>(theirs[rank * jmx::kMaxArrays]);
-      Lanes<Unit, Element> lanes[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        if (begin + i * step < units) lanes[i].unit = Read<Unit>(in, first + begin + i * step);
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i)
-        for (int k = 0; k < kElements; ++k) sums[i][k] += lanes[i].elements[k].Widen();
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      Lanes<Unit, Element> result;
-      for (int k = 0; k < kElements; ++k) result.elements[k] = Element::Round(sums[i][k]);
-      if (begin + i * step < units) reinterpret_cast<Unit*>(arrays.out[0])[begin + i * step] = result.unit;
-    }
-  }
+  const u32 everyone = (1u << ranks.num_ranks) - 1;
+  __shared__ u64 in[jmx::kMaxRanks];
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks)
+    in[rank] = (rank == ranks.rank ? reinterpret_cast<u64>(arrays.in[0]) : theirs[rank * jmx::kMaxArrays]) + first * sizeof(Unit);
+  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
+                            gridDim.x * u64{blockDim.x}, [&](u64) { return everyone; });
   Meet(ranks, call);
   End(ranks, call);
 }
@@ -290,7 +144,7 @@ LINES(reduce_f16_lines, jmx::ReduceLines<Float16>)
 LINES(reduce_f32_lines, jmx::ReduceLines<Float32>)
 
 #define GATHER(BYTES, UNIT)                                                                                                          \
-  extern "C" __global__ void gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads) gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
     Gather<UNIT>(ranks, arrays);                                                                                                     \
   }                                                                                                                                  \
   extern "C" __global__ void gather_arrays_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
@@ -303,10 +157,10 @@ GATHER(2, unsigned short)
 GATHER(1, unsigned char)
 
 #define REDUCE(NAME, SIZE, UNIT, ELEMENT)                                                                                                   \
-  extern "C" __global__ void reduce_##NAME##_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads) reduce_##NAME##_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
     Reduce<UNIT, ELEMENT>(ranks, arrays);                                                                                                    \
   }                                                                                                                                          \
-  extern "C" __global__ void reduce_##NAME##_arrays_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads) reduce_##NAME##_arrays_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
     ReduceArrays<UNIT, ELEMENT>(ranks, arrays);                                                                                              \
   }
 REDUCE(bf16, 16, uint4, BFloat16)
@@ -315,3 +169,14 @@ REDUCE(f16, 16, uint4, Float16)
 REDUCE(f16, 2, unsigned short, Float16)
 REDUCE(f32, 16, uint4, Float32)
 REDUCE(f32, 4, unsigned int, Float32)
+
+#define NEEDED(NAME, CALL)                                                                              \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
+  NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,                      \
+       const __grid_constant__ Needed needed) {                                                         \
+    CALL(ranks, arrays, needed);                                                                        \
+  }
+NEEDED(gather_needed, GatherNeeded)
+NEEDED(reduce_bf16_needed, ReduceNeeded<BFloat16>)
+NEEDED(reduce_f16_needed, ReduceNeeded<Float16>)
+NEEDED(reduce_f32_needed, ReduceNeeded<Float32>)

@@ -49,17 +49,19 @@ JMX_DEVICE inline Line* LinesOf(const Ranks& ranks, int owner, unsigned int call
   return reinterpret_cast<Line*>(SlotOf(ranks, owner, call, from));
 }
 
-// Gives rank `other` a number, such as an address, and returns its own: one of the lines of a CTA and an array, which are
-// overwritten in the next call. Call it once a line and a call, and end the call with flags that all have read theirs.
+// The line of a number, such as an address, that rank `from` gives `owner`: one a CTA and an array, which are overwritten in
+// the next call. A call ends with flags that all have read theirs.
+JMX_DEVICE inline Line* AddressLine(const Ranks& ranks, int owner, int from, int block, int array) {
+  const int index = (from * kMaxBlocks + block) * kMaxArrays + array;
+  return reinterpret_cast<Line*>(ranks.region[owner] + kAddresses) + index;
+}
+
+// Gives rank `other` a number and returns its own. Call it once a line and a call.
 template <typename Memory>
 JMX_DEVICE unsigned long long Swap(Memory& memory, const Ranks& ranks, unsigned int call, int other, int block, int array,
                                    unsigned long long mine) {
-  const int index = block * kMaxArrays + array;
-  const auto line = [&](int owner, int from) {
-    return reinterpret_cast<Line*>(ranks.region[owner] + kAddresses) + from * kMaxBlocks * kMaxArrays + index;
-  };
-  memory.Store(line(other, ranks.rank), LineOf(mine, call));
-  return Receive(memory, line(ranks.rank, other), call);
+  memory.Store(AddressLine(ranks, other, ranks.rank, block, array), LineOf(mine, call));
+  return Receive(memory, AddressLine(ranks, ranks.rank, other, block, array), call);
 }
 
 // Arrays of all ranks, one after the other in each result, for one of `threads` threads.
