@@ -58,7 +58,7 @@ def pages_of_rows(query: Any, pages: Any, sinks: Any, positions: Any, tables: An
         (
             partial(flash_decode_latent, rank=512, scale=0.1, core_count=132),
             (array(2, 16, 576), array(2, 1024, 576), POSITIONS),
-            "flash_decode_latent_heads16_width576_rank512_splits8",
+            "flash_decode_latent_heads16_width576_rank512_splits16",
             {*OF_STEP, "producer", "acquire", "consumer"},
         ),
         (

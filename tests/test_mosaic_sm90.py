@@ -88,12 +88,19 @@ def test_what_it_runs(device):
 # Around the kernel, on any machine: the kernel's contract in numpy in its place
 
 
-def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores):
+def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores, rounding=None):
     """As `kernel.expert_products` says; rows that no block names are NaN."""
     assert num_cores == HOPPER.core_count
     assert all(np.asarray(rows).max(initial=0) % 8 == 0 for rows in (blocks.x_rows, blocks.out_rows))
     h = product(np.asarray(x, np.float32), gate_up, blocks, blocks.x_rows, config.block_n, num_rows, 1)
-    (h,) = h.astype(gate_up.dtype).astype(np.float32)
+    (h,) = h.astype(gate_up.dtype)
+    if rounding is not None:
+        width = rounding.shapes(num_rows)[0].shape[1]
+        h, scales = rounded_rows(
+            jnp.asarray(h), rounding.format, rounding.static_scale, columns=rounding.columns, width=width
+        )
+        down = down if scales is None else dataclasses.replace(down, row_scales=scales)
+    h = np.asarray(h, np.float32)
     out = product(h, down, blocks, blocks.out_rows, config.block_n, num_rows, config.split_k)
     return jnp.asarray(out.reshape(-1, down.rows.num_outputs), down.dtype)
 

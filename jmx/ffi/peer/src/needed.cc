@@ -57,16 +57,17 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
   call.arrays.count = static_cast<int>(count) + 1;
   for (size_t i = 0; i < count; ++i) {
     const auto in = args.get<ffi::AnyBuffer>(i);
-    const auto out = results.get<ffi::AnyBuffer>(i);
+    auto out = results.get<ffi::AnyBuffer>(i);
     Rule(in.has_value() && out.has_value(), "arrays are missing");
-    Rule(i == 0 ? (*out)->size_bytes() <= in->size_bytes() * group.size() : (*out)->size_bytes() == in->size_bytes() * group.size(),
-         "wrong sizes");
+    const size_t of_all = in->size_bytes() * group.size();
+    Rule(i == 0 ? (*out)->size_bytes() <= of_all : (*out)->size_bytes() == of_all, "wrong sizes");
     call.arrays.in[i] = Data(*in);
     call.arrays.out[i] = static_cast<char*>((*out)->untyped_data());
     call.arrays.bytes[i] = (*out)->size_bytes() / group.size();
   }
-  const auto rows = args.get<ffi::AnyBuffer>(0), routing = args.get<ffi::AnyBuffer>(1), firsts = args.get<ffi::AnyBuffer>(count);
-  const auto ranks = results.get<ffi::AnyBuffer>(count);
+  const auto rows = args.get<ffi::AnyBuffer>(0), routing = args.get<ffi::AnyBuffer>(1);
+  const auto firsts = args.get<ffi::AnyBuffer>(count);
+  auto ranks = results.get<ffi::AnyBuffer>(count);
   Rule(firsts.has_value() && ranks.has_value(), "arrays are missing");
   const Sizes of_rows(*rows), of_routing(*routing);
   for (size_t i = 1; i < count; ++i) {
@@ -75,8 +76,10 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
   }
   Rule(of_rows.rows == of_routing.rows && of_rows.row_bytes % kUnit == 0 && call.arrays.bytes[0] % of_rows.row_bytes == 0,
        "wrong sizes of rows");
-  Rule(firsts->element_type() == ffi::S32 && firsts->element_count() == static_cast<size_t>(group.size()), "wrong first experts");
-  Rule((*ranks)->element_type() == ffi::U32 && (*ranks)->element_count() == static_cast<size_t>(of_routing.rows * group.size()), "wrong ranks of tokens");
+  const size_t size = group.size();
+  Rule(firsts->element_type() == ffi::S32 && firsts->element_count() == size, "wrong first experts");
+  Rule((*ranks)->element_type() == ffi::U32 && (*ranks)->element_count() == of_routing.rows * size,
+       "wrong ranks of tokens");
   call.arrays.out[count] = static_cast<char*>((*ranks)->untyped_data());
   call.arrays.bytes[count] = of_routing.rows * sizeof(unsigned);
   call.needed.logits = count == 2;
@@ -97,7 +100,7 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
 Call ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::RemainingRets results) {
   Rule(args.size() == 2 && results.size() == 2, "wrong number of arrays");
   const auto in = args.get<ffi::AnyBuffer>(0), ranks = args.get<ffi::AnyBuffer>(1);
-  const auto out = results.get<ffi::AnyBuffer>(0), written = results.get<ffi::AnyBuffer>(1);
+  auto out = results.get<ffi::AnyBuffer>(0), written = results.get<ffi::AnyBuffer>(1);
   Rule(in.has_value() && ranks.has_value() && out.has_value() && written.has_value(), "arrays are missing");
   const Sizes its(**out);
   Rule(in->size_bytes() == (*written)->size_bytes() && in->size_bytes() == (*out)->size_bytes() * group.size() && its.row_bytes % kUnit == 0, "wrong sizes of rows");
