@@ -12,7 +12,7 @@ from backend_cases import NEITHER, Case, draw_routing, draw_weights, poison_memo
 import jmx
 from jmx import Environment, ReLU2, SiLUAndMul, SwiGLU, grouping
 from jmx.numerics.gate_up import split_gate_up
-from jmx.pallas.mosaic_sm90 import kernel
+from jmx.pallas.mosaic_sm90 import kernel, round_rows
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.selection.backend import ExpertProduct
@@ -77,6 +77,7 @@ def check(product, rows, inner, b, valid):
 @pytest.mark.parametrize(("case", "rank"), CASES, ids=str)
 def test_what_is_around_the_kernel(case, rank, form, rng, monkeypatch):
     monkeypatch.setattr(kernel, "one_product", emulated.one_product)
+    monkeypatch.setattr(round_rows, "round_rows", emulated.rounded_rows)
     check(*arguments(case, rng, rank, form, emulated.HOPPER))
 
 
