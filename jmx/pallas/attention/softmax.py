@@ -36,7 +36,7 @@ class RunningSoftmax(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def begin(cls, rows: int, channels: int, peak: jax.typing.ArrayLike = LEAST, total: float = 0) -> "RunningSoftmax":
+    def begin(cls, rows: int, channels: int) -> "RunningSoftmax":
         """That of no keys."""
         return cls(_filled((rows, channels), 0), _filled((rows,), LEAST), _filled((rows,), 0))
 
