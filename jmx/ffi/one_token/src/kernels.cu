@@ -2,7 +2,7 @@
 // rotation, the cache, attention, the product of the result, the residual, norm and router.
 //
 // Four kernels that overlap: each asks for its weights, or keys, before it waits for the end of the one before. CTAs of
-// the result's product find room in shared memory when those of the first one are done, so that weights come in the
+// the result's product start when those of the first one have freed their shared memory, so that weights come in the
 // order in which they are needed, while attention runs, too.
 #include "attention.cuh"
 #include "tile.cuh"

@@ -54,7 +54,7 @@ __device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
   }
 }
 
-// Waits until the same CTA of each rank has told so.
+// Waits until the same CTA of each rank has set its flag for this call.
 __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
