@@ -239,6 +239,19 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return traced
 
 
+def arguments_of_step(model: Any, rng: np.random.Generator, rows: int, paged: bool) -> tuple[jax.Array, jax.Array, Any]:
+    """Tokens, their positions, and caches of 16 positions that hold others, in one piece or in pages of 4."""
+    capacity = 16
+    starts = jnp.asarray(rng.integers(3, capacity, size=rows), jnp.int32)
+    tokens = jnp.asarray(rng.integers(model.config.vocab_size, size=rows), jnp.int32)
+    shapes = [its.shape for its in model.cache_layers(rows, capacity)]
+    if not paged:
+        return tokens, starts, [draw(rng, *shape) for shape in shapes]
+    places = Places(jnp.asarray(1 + rng.permutation(4 * rows).reshape(rows, 4), jnp.int32), starts)
+    sizes = [(parts, 4 * rows + 1, kv_heads, 4, dim) for parts, _, kv_heads, _, dim in shapes]
+    return tokens, starts, [PagedLayer(draw(rng, *size), places, rows) for size in sizes]
+
+
 def tiny_model(family: str, rng: np.random.Generator) -> Any:
     config = next(iter(FAMILIES[family].published.values()))
     sizes = {
@@ -275,25 +288,15 @@ def tiny_model(family: str, rng: np.random.Generator) -> Any:
 )
 def test_steps_of_a_model_are_those_of_plain_code(rng, by_kernels, monkeypatch, family, kernels, rows, paged):
     model = tiny_model(family, rng)
-    capacity = 16
-    starts = jnp.asarray(rng.integers(3, capacity, size=rows), jnp.int32)
-    tokens = jnp.asarray(rng.integers(model.config.vocab_size, size=rows), jnp.int32)
-    shapes = [its.shape for its in model.cache_layers(rows, capacity)]
-    if paged:
-        tables = 1 + rng.permutation(4 * rows).reshape(rows, 4).astype(np.int32)
-        places = Places(jnp.asarray(tables), starts)
-        sizes = [(parts, 4 * rows + 1, kv_heads, 4, dim) for parts, _, kv_heads, _, dim in shapes]
-        caches: Any = [PagedLayer(draw(rng, *size), places, rows) for size in sizes]
-    else:
-        caches = [draw(rng, *shape) for shape in shapes]
-    got = decode_step(model, tokens, starts, caches)
+    step = arguments_of_step(model, rng, rows, paged)
+    got = decode_step(model, *step)
     # Sublayers that are alike are traced once: as many calls as kinds of layers have.
     assert {*by_kernels} == {*kernels}
     assert all(by_kernels.count(name) <= most for name, most in kernels.items())
     monkeypatch.setattr(choice, "MOST_TOKENS", 0)
     jax.clear_caches()
     by_kernels.clear()
-    expected = decode_step(model, tokens, starts, caches)
+    expected = decode_step(model, *step)
     assert not by_kernels
     for its, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert relative_error(its.astype(jnp.float32), other.astype(jnp.float32)) <= 2e-2

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from jax import export
 from model_steps import decode_step, relative_error
-from test_few_rows import draw, tiny_model
+from test_few_rows import arguments_of_step, draw, tiny_model
 
 from jmx.ffi import nvrtc
 from jmx.ffi.one_token import library
 from jmx.models.one_token import call, sublayer
-from jmx.models.paged_cache import PagedLayer, Places
 from jmx.pallas.few_rows import choice
 from jmx.selection.environment import Environment
 
@@ -337,22 +336,13 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 def test_steps_of_a_model_are_those_of_plain_code(rng, by_definition, monkeypatch, family, paged):
     model = tiny_model(family, rng)
-    capacity = 16
-    starts = jnp.asarray(rng.integers(3, capacity, size=1), jnp.int32)
-    tokens = jnp.asarray(rng.integers(model.config.vocab_size, size=1), jnp.int32)
-    shapes = [its.shape for its in model.cache_layers(1, capacity)]
-    if paged:
-        places = Places(jnp.asarray(1 + rng.permutation(4)[None], jnp.int32), starts)
-        sizes = [(parts, 5, kv_heads, 4, dim) for parts, _, kv_heads, _, dim in shapes]
-        caches: Any = [PagedLayer(draw(rng, *size), places, 1) for size in sizes]
-    else:
-        caches = [draw(rng, *shape) for shape in shapes]
-    got = decode_step(model, tokens, starts, caches)
+    step = arguments_of_step(model, rng, 1, paged)
+    got = decode_step(model, *step)
     assert {*by_definition} == {layer.attention.window for layer in model.layers}
     monkeypatch.setattr(call, "reject_reason", lambda *_: "no")
     jax.clear_caches()
     by_definition.clear()
-    expected = decode_step(model, tokens, starts, caches)
+    expected = decode_step(model, *step)
     assert not by_definition
     for its, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert relative_error(its.astype(jnp.float32), other.astype(jnp.float32)) <= 2e-2
