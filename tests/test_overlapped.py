@@ -142,7 +142,7 @@ def test_copies_begin_before_the_experts_and_end_after_them_when_compiled_for_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the order in which XLA launches, without a copy of what is sent or received."""
-    library.register(load(library._PATH, {}))
+    library.register_handlers(load(library._PATH, {}))
     for module in (collectives, copies):
         monkeypatch.setattr(module, "devices_of", lambda ctx, axes: np.arange(4))
     monkeypatch.setattr(peer, "fault", lambda *_: None)

@@ -9,6 +9,12 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+# Why a library that pip builds is not there, and what gives one that loads.
+NOT_BUILT = "jmx was installed without its kernels in C++"
+REINSTALL = (
+    "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
+    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
+)
 _ELF64 = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 
 
@@ -34,8 +40,10 @@ def load(path: pathlib.Path, results: Mapping[str, type]) -> ctypes.CDLL:
     return loaded
 
 
-def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None:
+def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str, *, initialized: bool = False) -> None:
     """Registers a library's handlers with XLA; each has the name of its target.
+
+    `initialized`: each has another one, NAME_initialize, which XLA calls before.
 
     The platform is initialized first, if it is present: a handler for a newer jax is an error then, which the caller
     can handle. Otherwise jax keeps the handler until it initializes the platform, which then fails in every program.
@@ -43,7 +51,9 @@ def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None
     with contextlib.suppress(RuntimeError):
         jax.devices(platform)
     for target in targets:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform=platform)
+        stages = {"execute": target, **({"initialize": f"{target}_initialize"} if initialized else {})}
+        handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
+        jax.ffi.register_ffi_target(target, handlers, platform=platform)
 
 
 def load_fault(path: pathlib.Path | str, error: Exception) -> str:

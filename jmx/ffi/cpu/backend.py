@@ -23,6 +23,7 @@ from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.ffi.cpu import library as ffi
+from jmx.ffi.library import REINSTALL
 from jmx.grouping import Blocks, Work
 from jmx.numerics import formats, input_formats
 from jmx.routing import Routing
@@ -78,7 +79,7 @@ class Cpu:
         del problem
         found = ffi.library()
         if found.fault is not None:
-            return Rejection(Reason.NOT_BUILT, found.fault, ffi.BUILD)
+            return Rejection(Reason.NOT_BUILT, found.fault, REINSTALL)
         if self.instructions in (BEST, *found.kernels):
             return None
         detail = f"`instructions` (={self.instructions!r}) are not among this machine's {found.kernels}"

@@ -5,17 +5,13 @@ import functools
 import pathlib
 from typing import NamedTuple
 
-from jmx.ffi.library import load, load_fault, register, warn_of_fault
+from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
 
 # Names of the custom calls, as an exported program contains them.
 GROUPED_PRODUCT = "jmx_cpu_grouped_product"
 ROUND_ROWS = "jmx_cpu_round_rows"
 ORDER_COLUMNS = "jmx_cpu_order_columns"
 
-BUILD = (
-    "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
-    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
-)
 _PATH = pathlib.Path(__file__).parent / "libjmx_cpu.so"
 
 
@@ -35,13 +31,13 @@ class Library(NamedTuple):
 def library() -> Library:
     """Loads the library and registers it with XLA, once. A library that is present and does not load is a warning."""
     if not _PATH.exists():
-        return Library(fault="jmx was installed without its kernels in C++")
+        return Library(fault=NOT_BUILT)
     try:
         loaded = load(_PATH, {"jmx_cpu_kernels": ctypes.c_char_p})
         names = loaded.jmx_cpu_kernels().decode().split()
         register(loaded, (GROUPED_PRODUCT, ROUND_ROWS, ORDER_COLUMNS), "cpu")
     except Exception as e:  # such as a library for another machine or a newer jax: other backends run
         fault = load_fault(_PATH.name, e)
-        warn_of_fault("cpu", fault, BUILD)
+        warn_of_fault("cpu", fault, REINSTALL)
         return Library(fault=fault)
     return Library(tuple(names))

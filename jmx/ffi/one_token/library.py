@@ -8,14 +8,10 @@ from typing import NamedTuple
 import jax
 
 from jmx.ffi import nvrtc
-from jmx.ffi.library import load, load_fault, warn_of_fault
+from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
 
 TARGET = "jmx_one_token"  # name of the custom call
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
-BUILD = (
-    "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
-    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
-)
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_one_token.so"
 HEADERS = ("call.h", "primitives.cuh", "tile.cuh", "attention.cuh")
@@ -34,7 +30,7 @@ def library() -> Library:
     A library that is present and does not load is a warning.
     """
     if not _PATH.exists():
-        return Library("jmx was installed without its kernels in C++")
+        return Library(NOT_BUILT)
     try:
         capability = jax.devices("gpu")[0].compute_capability
     except RuntimeError:
@@ -45,11 +41,9 @@ def library() -> Library:
         loaded = load(_PATH, {"jmx_one_token_set_image": ctypes.c_int})
         image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, "sm_90a")
         loaded.jmx_one_token_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
-        stages = {"initialize": f"{TARGET}_initialize", "execute": TARGET}
-        handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
-        jax.ffi.register_ffi_target(TARGET, handlers, platform="gpu")
+        register(loaded, (TARGET,), "gpu", initialized=True)
     except Exception as e:  # such as a library for a newer jax: other kernels run
         fault = load_fault(_PATH.name, e)
-        warn_of_fault("one_token", fault, BUILD)
+        warn_of_fault("one_token", fault, REINSTALL)
         return Library(fault)
     return Library()

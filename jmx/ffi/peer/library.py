@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jmx.ffi import nvrtc
-from jmx.ffi.library import load, load_fault, warn_of_fault
+from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
 
 # Names of the custom calls.
 GATHER = "jmx_peer_gather"
@@ -19,10 +19,6 @@ FINISH = "jmx_peer_finish"
 GATHER_NEEDED = "jmx_peer_gather_needed"
 SCATTER_NEEDED = "jmx_peer_scatter_needed"
 
-BUILD = (
-    "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
-    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
-)
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_peer.so"
 HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h", "needed_kernels.h")  # of kernels.cu
@@ -41,7 +37,7 @@ def library() -> Library:
     A library that is present and does not load is a warning.
     """
     if not _PATH.exists():
-        return Library("jmx was installed without its kernels in C++")
+        return Library(NOT_BUILT)
     try:
         num_gpus = jax.local_device_count("gpu")
     except RuntimeError:
@@ -52,19 +48,15 @@ def library() -> Library:
             return Library(fault)
         image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, nvrtc.architecture())
         loaded.jmx_peer_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
-        register(loaded)
+        register_handlers(loaded)
     except Exception as e:  # such as a library for a newer jax: another exchange runs
         fault = load_fault(_PATH.name, e)
-        warn_of_fault("peer", fault, BUILD)
+        warn_of_fault("peer", fault, REINSTALL)
         return Library(fault)
     return Library()
 
 
-def register(loaded: ctypes.CDLL) -> None:
+def register_handlers(loaded: ctypes.CDLL) -> None:
     """Registers the handlers of a loaded library with XLA."""
-    for target in (GATHER, SCATTER, SUM, START, FINISH, GATHER_NEEDED, SCATTER_NEEDED):
-        stages = {"execute": target}
-        if target != FINISH:  # for which everything is there since the start
-            stages["initialize"] = f"{target}_initialize"
-        handlers = {stage: jax.ffi.pycapsule(getattr(loaded, name)) for stage, name in stages.items()}
-        jax.ffi.register_ffi_target(target, handlers, platform="gpu")
+    register(loaded, (GATHER, SCATTER, SUM, START, GATHER_NEEDED, SCATTER_NEEDED), "gpu", initialized=True)
+    register(loaded, (FINISH,), "gpu")  # for which everything is there since the start
