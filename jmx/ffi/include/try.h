@@ -7,12 +7,13 @@
 
 namespace jmx {
 
+// `library`: the error's beginning.
 template <typename Function>
-xla::ffi::Error Try(Function&& function) {
+xla::ffi::Error Try(const char* library, Function&& function) {
   try {
     function();
   } catch (const std::string& reason) {
-    return xla::ffi::Error::Internal("jmx_peer: " + reason);
+    return xla::ffi::Error::Internal(std::string(library) + ": " + reason);
   }
   return xla::ffi::Error::Success();
 }

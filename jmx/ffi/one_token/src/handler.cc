@@ -8,6 +8,8 @@
 
 #include "call.h"
 #include "driver.h"
+#include "image.h"
+#include "try.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jmx {
@@ -35,21 +37,16 @@ class Resources {
     return *resources;
   }
 
-  void SetImage(const char* data, size_t size) {
-    std::lock_guard lock(mutex_);
-    image_.assign(data, size);
-  }
+  Image image;
 
   const OfGpu& Find(int ordinal) {
     std::lock_guard lock(mutex_);
     OfGpu& found = gpus_[ordinal];
     if (found.functions[0] != nullptr) return found;
-    if (image_.empty()) throw std::string("the kernels were not compiled in this process");
+    const Module module = image.ModuleOf(ordinal);
     const Current current(ordinal);
-    Module module = nullptr;
     OfGpu loaded;
     Check(driver().attribute(&loaded.processors, kNumProcessors, DeviceOf(ordinal)), "cuDeviceGetAttribute");
-    Check(driver().load(&module, image_.data()), "cuModuleLoadData");
     for (int i = 0; i < kNumKernels; ++i) {
       Function& function = loaded.functions[i];
       Check(driver().function(&function, module, kKernels[i]), "cuModuleGetFunction");
@@ -62,7 +59,6 @@ class Resources {
 
  private:
   std::mutex mutex_;
-  std::string image_;
   std::map<int, OfGpu> gpus_;
 };
 
@@ -156,21 +152,14 @@ Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon
   return call;
 }
 
-ffi::Error Failed(const std::string& reason) { return ffi::Error::Internal("jmx_one_token: " + reason); }
-
 // Before any launch, and outside of a capture as a CUDA graph: the kernels are loaded.
 ffi::Error Initialize(int32_t ordinal) {
-  try {
-    Resources::Get().Find(ordinal);
-  } catch (const std::string& reason) {
-    return Failed(reason);
-  }
-  return ffi::Error::Success();
+  return Try("jmx_one_token", [&] { Resources::Get().Find(ordinal); });
 }
 
 ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t window, float epsilon, float router_epsilon,
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
-  try {
+  return Try("jmx_one_token", [&] {
     const OfGpu& gpu = Resources::Get().Find(ordinal);
     Call call = CallOf(present, window, epsilon, router_epsilon, args, results);
     call.processors = gpu.processors;
@@ -187,10 +176,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
           {unsigned(ctas), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared_bytes), stream, attributes, number};
       Check(driver().launch_extended(&config, gpu.functions[i], parameters, nullptr), "cuLaunchKernelEx");
     }
-  } catch (const std::string& reason) {
-    return Failed(reason);
-  }
-  return ffi::Error::Success();
+  });
 }
 
 }  // namespace
@@ -212,6 +198,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_one_token, jmx::Execute,
 
 // The compiled kernels.cu. Returns 0.
 extern "C" int jmx_one_token_set_image(const char* data, size_t size) {
-  jmx::Resources::Get().SetImage(data, size);
+  jmx::Resources::Get().image.Set(data, size);
   return 0;
 }

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "gpus.h"
+#include "launching.h"
 #include "region.h"
 #include "try.h"
 #include "xla/ffi/api/ffi.h"
@@ -159,7 +160,7 @@ void FinishCopies(Stream stream, int ordinal, Address results) {
 
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool, int64_t, ffi::AnyBuffer,
                       ffi::Result<ffi::AnyBuffer>) {
-  return Try([&] {
+  return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     for (int other : group.ordinals) Resources::Get().FindStream(ordinal, other);
   });
@@ -167,7 +168,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
 
 ffi::Error Start(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool parts, int64_t begin, ffi::AnyBuffer in,
                  ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
-  return Try([&] {
+  return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     StartCopies(stream, ordinal, run.run_id, group, parts, begin, in, out);
   });
@@ -175,15 +176,12 @@ ffi::Error Start(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_
 
 // Operands are the array that is sent, and the results, which it returns where they are.
 ffi::Error Finish(int32_t ordinal, Stream stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> results) {
-  return Try([&] { FinishCopies(stream, ordinal, AddressOf(results->untyped_data())); });
+  return Try("jmx_peer", [&] { FinishCopies(stream, ordinal, AddressOf(results->untyped_data())); });
 }
 
 template <typename Binding>
 auto BindStart(Binding&& binding) {
-  return std::move(binding)
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Attr<ffi::Span<const int64_t>>("devices")
-      .template Attr<int64_t>("num_ranks")
+  return BindGroup(std::move(binding))
       .template Attr<bool>("parts")
       .template Attr<int64_t>("begin")
       .template Arg<ffi::AnyBuffer>()

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "gpus.h"
+#include "launching.h"
 #include "lines.h"
 #include "region.h"
 #include "resources.h"
@@ -89,7 +90,7 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
 template <Kind kind>
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
-  return Try([&] {
+  return Try("jmx_peer", [&] {
     const Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
     Resources::Get().FindFunction(ordinal, call.function);
   });
@@ -98,46 +99,31 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
 template <Kind kind>
 ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
-  return Try([&] {
+  return Try("jmx_peer", [&] {
     Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
     if (call.bytes == 0) return;
-    Function function = Resources::Get().FindFunction(ordinal, call.function);
     void* parameters[] = {&call.ranks, &call.arrays};
-    Check(driver().launch(function, call.num_blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
-          "cuLaunchKernel");
+    Launch(stream, ordinal, call.function, call.num_blocks, parameters);
   });
 }
 
 // What both handlers of a call take after their own contexts.
 template <typename Binding>
 auto BindCall(Binding&& binding) {
-  return std::move(binding)
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Attr<ffi::Span<const int64_t>>("devices")
-      .template Attr<int64_t>("num_ranks")
-      .template Attr<int64_t>("way")
-      .RemainingArgs()
-      .RemainingRets();
+  return BindGroup(std::move(binding)).template Attr<int64_t>("way").RemainingArgs().RemainingRets();
 }
-
-auto InitializeBinding() { return BindCall(ffi::Ffi::BindInitialize()); }
-
-auto ExecuteBinding() { return BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<Stream>>()); }
 
 }  // namespace
 }  // namespace jmx
 
-#define HANDLER(NAME, KIND)                                                                                     \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME##_initialize, jmx::Initialize<jmx::Kind::KIND>, jmx::InitializeBinding()); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME, jmx::Execute<jmx::Kind::KIND>, jmx::ExecuteBinding(),                     \
-                                {xla::ffi::Traits::kCmdBufferCompatible})
-HANDLER(jmx_peer_gather, kGather);
-HANDLER(jmx_peer_scatter, kScatter);
-HANDLER(jmx_peer_sum, kSum);
+#define HANDLERS(NAME, KIND) JMX_LAUNCHING_HANDLERS(NAME, jmx::Initialize<jmx::Kind::KIND>, jmx::Execute<jmx::Kind::KIND>)
+HANDLERS(jmx_peer_gather, kGather);
+HANDLERS(jmx_peer_scatter, kScatter);
+HANDLERS(jmx_peer_sum, kSum);
 
 // The compiled kernels.cu, for all calls. Returns 0.
 extern "C" int jmx_peer_set_image(const char* data, size_t size) {
-  jmx::Resources::Get().SetImage(data, size);
+  jmx::Resources::Get().image.Set(data, size);
   return 0;
 }
 

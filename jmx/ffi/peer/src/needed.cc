@@ -7,6 +7,7 @@
 #include <string>
 
 #include "gpus.h"
+#include "launching.h"
 #include "region.h"
 #include "resources.h"
 #include "try.h"
@@ -142,7 +143,7 @@ Call CallOf(const Group& group, bool gather, int64_t each, int64_t top_k, ffi::R
 template <bool gather>
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t each, int64_t top_k,
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
-  return Try([&] {
+  return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     Resources::Get().FindFunction(ordinal, CallOf(group, gather, each, top_k, args, results).function);
   });
@@ -151,38 +152,26 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
 template <bool gather>
 ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t each,
                    int64_t top_k, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  return Try([&] {
+  return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     Call call = CallOf(group, gather, each, top_k, args, results);
-    Function function = Resources::Get().FindFunction(ordinal, call.function);
     void* parameters[] = {&call.ranks, &call.arrays, &call.needed};
-    Check(driver().launch(function, call.blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr), "cuLaunchKernel");
+    Launch(stream, ordinal, call.function, call.blocks, parameters);
   });
 }
 
 // What both handlers of a call take after their own contexts. Experts of a rank, and of a token, are 0 for a scatter.
 template <typename Binding>
 auto BindCall(Binding&& binding) {
-  return std::move(binding)
-      .template Ctx<ffi::DeviceOrdinal>()
-      .template Attr<ffi::Span<const int64_t>>("devices")
-      .template Attr<int64_t>("num_ranks")
+  return BindGroup(std::move(binding))
       .template Attr<int64_t>("each")
       .template Attr<int64_t>("top_k")
       .RemainingArgs()
       .RemainingRets();
 }
 
-auto InitializeBinding() { return BindCall(ffi::Ffi::BindInitialize()); }
-
-auto ExecuteBinding() { return BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<Stream>>()); }
-
 }  // namespace
 }  // namespace jmx
 
-#define HANDLER(NAME, GATHER)                                                                             \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME##_initialize, jmx::Initialize<GATHER>, jmx::InitializeBinding());    \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME, jmx::Execute<GATHER>, jmx::ExecuteBinding(),                        \
-                                {xla::ffi::Traits::kCmdBufferCompatible})
-HANDLER(jmx_peer_gather_needed, true);
-HANDLER(jmx_peer_scatter_needed, false);
+JMX_LAUNCHING_HANDLERS(jmx_peer_gather_needed, jmx::Initialize<true>, jmx::Execute<true>);
+JMX_LAUNCHING_HANDLERS(jmx_peer_scatter_needed, jmx::Initialize<false>, jmx::Execute<false>);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gpus.h"
+#include "image.h"
 #include "region.h"
 
 namespace jmx {
@@ -22,18 +23,13 @@ class Resources {
     return *resources;
   }
 
-  void SetImage(const char* data, size_t size) {
-    std::lock_guard lock(mutex_);
-    image_.assign(data, size);
-  }
+  Image image;
 
   Function FindFunction(int ordinal, const std::string& name) {
     std::lock_guard lock(mutex_);
     if (auto found = functions_.find({ordinal, name}); found != functions_.end()) return found->second;
-    if (image_.empty()) throw std::string("the kernels were not compiled in this process");
-    Current current(ordinal);
-    Module& module = modules_[ordinal];
-    if (module == nullptr) Check(driver().load(&module, image_.data()), "cuModuleLoadData");
+    const Module module = image.ModuleOf(ordinal);
+    const Current current(ordinal);
     Function function = nullptr;
     Check(driver().function(&function, module, name.c_str()), "cuModuleGetFunction");
     return functions_[{ordinal, name}] = function;
@@ -60,8 +56,6 @@ class Resources {
 
  private:
   std::mutex mutex_;
-  std::string image_;
-  std::map<int, Module> modules_;
   std::map<std::pair<int, std::string>, Function> functions_;
   std::map<std::tuple<std::string, std::vector<int>, size_t>, std::vector<Address>> regions_;
 };
