@@ -92,7 +92,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
     const Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
-    Resources::Get().FindFunction(ordinal, call.function);
+    Resources::Get().kernels.Find(ordinal, call.function);
   });
 }
 
@@ -103,7 +103,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devi
     Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
     if (call.bytes == 0) return;
     void* parameters[] = {&call.ranks, &call.arrays};
-    Launch(stream, ordinal, call.function, call.num_blocks, parameters);
+    Launch(stream, Resources::Get().kernels.Find(ordinal, call.function), call.num_blocks, parameters);
   });
 }
 
@@ -123,7 +123,7 @@ HANDLERS(jmx_peer_sum, kSum);
 
 // The compiled kernels.cu, for all calls. Returns 0.
 extern "C" int jmx_peer_set_image(const char* data, size_t size) {
-  jmx::Resources::Get().image.Set(data, size);
+  jmx::Resources::Get().kernels.image.Set(data, size);
   return 0;
 }
 
