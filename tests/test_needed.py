@@ -106,8 +106,6 @@ def call_of(num_tokens: int, num_ranks: int, **options: Any) -> Call:
 
 
 def test_rows_are_left_out_where_many_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not exchange.applies(call_of(1024, 4, logit_bytes=512))  # nothing is left out by default yet
-    monkeypatch.setattr(exchange, "MOST_SHARE", 0.85)
     assert exchange.applies(call_of(1024, 4, logit_bytes=512))
     assert exchange.applies(call_of(1024, 8))
     assert not exchange.applies(call_of(1024, 2))  # which need 94% of them
