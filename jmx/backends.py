@@ -12,6 +12,7 @@ from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.ffi.one_token import library as one_token_library
+from jmx.ffi.peer import library as peer_library
 from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.numerics.layouts import Layout
@@ -67,13 +68,15 @@ def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before
     REGISTRY.register(backend, layouts, before)
 
 
-def register_handlers() -> None:
+def register_handlers(num_devices: int = 1) -> None:
     """Registers what compiled programs call by name, which otherwise happens when a backend or a kernel is selected.
 
-    For a process that loads such programs without tracing them.
+    For a process that loads such programs, of so many devices, without tracing them.
     """
     for library in (cpu_library, cutlass_library, one_token_library):
         library.library()
+    if num_devices > 1:
+        peer_library.compile_needed()
 
 
 def resolve_layout(

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from model_steps import relative_error
 
 import jmx
-from jmx.ffi.peer import needed
+from jmx.backends import register_handlers
+from jmx.ffi import nvrtc
+from jmx.ffi.peer import library, needed
 from jmx.ffi.peer.needed import Chosen
 from jmx.parallel import needed as exchange
 from jmx.parallel import peer
@@ -127,6 +130,22 @@ def test_which_routing_tells_the_ranks() -> None:
     assert not exchange.names_ranks(jmx.Logits(values, SigmoidTopK(2, renormalize=True), values[0]))
     assert not exchange.names_ranks(jmx.Logits(values, GroupedTopK(2, 4, 2, "softmax", True)))
     assert not exchange.names_ranks(jmx.Logits(values.astype(jnp.bfloat16), TopKSoftmax(2)))
+
+
+def test_the_kernels_are_compiled_once_and_for_programs_over_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that another process has compiled is not lowered here."""
+    given: list[bytes] = []
+    loaded: Any = SimpleNamespace(jmx_peer_set_needed_image=lambda image, size: given.append(image.value[: size.value]))
+    monkeypatch.setattr(library, "library", lambda: library.Library(loaded=loaded))
+    monkeypatch.setattr(nvrtc, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda folder, headers, arch, source: f"{arch} {source}".encode())
+    library.compile_needed.cache_clear()
+    register_handlers()
+    assert not given
+    register_handlers(2)
+    register_handlers(4)
+    assert given == [b"sm_90 needed.cu"]
+    library.compile_needed.cache_clear()
 
 
 def layer(x: Any, logits: Any, experts: Any, split: jmx.Split | None = None) -> jax.Array:

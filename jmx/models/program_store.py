@@ -62,7 +62,7 @@ class ProgramStore:
             payload = content[start:]
             if content[:start] != _MAGIC + hashlib.sha256(payload).digest():
                 raise ValueError("the file is damaged")
-            register_handlers()
+            register_handlers(len(devices))
             return serialize_executable.deserialize_and_load(*pickle.loads(payload), execution_devices=[*devices])
         except Exception as e:  # of any kind: XLA's too
             warnings.warn(f"{file} is not used, and the program is compiled again: {e}", stacklevel=2)
