@@ -131,7 +131,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
 }  // namespace
 
 #define LINES(NAME, CALL)                                                                                                     \
-  extern "C" __global__ void NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads) NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
     const Call call = Begin(ranks);                                                                                           \
     SystemMemory memory;                                                                                                      \
     CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x});               \
