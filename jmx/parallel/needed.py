@@ -71,8 +71,8 @@ def chosen_of(call: Call) -> Chosen:
 
 def gathered(
     call: Call, firsts: Int32[Array, " R"], x: Float[Array, "T H"], routing: Routing | Logits
-) -> tuple[Float[Array, "nT H"], Routing | Logits, UInt32[Array, " T"]]:
-    """As `gather.gathered`, with zeros for rows that this device does not need; and the ranks that need its tokens."""
+) -> tuple[Float[Array, "nT H"], Routing | Logits, UInt32[Array, " nT"]]:
+    """As `gather.gathered`, with zeros for rows that this device does not need; and the ranks that need each token."""
     arrays = arrays_of(routing)
     x, *others, ranks = _gathered(call, firsts, x, *arrays.values())
     return x, with_arrays(routing, dict(zip(arrays, others, strict=True))), ranks
@@ -103,7 +103,7 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scattered(axes: Names, rows: Float[Array, "nT H"], ranks: UInt32[Array, " T"]) -> Float[Array, "T H"]:
+def scattered(axes: Names, rows: Float[Array, "nT H"], ranks: UInt32[Array, " nT"]) -> Float[Array, "T H"]:
     """As `scatter.scattered`, of rows that are zeros on devices other than `ranks`."""
     return needed.reduce_scatter(rows, ranks, axes)
 
