@@ -57,7 +57,7 @@ def call_of(num_tokens: int, **options: Any) -> Call:
 
 @pytest.mark.usefixtures("peer_by_collectives")
 @pytest.mark.parametrize(
-    ("num_tokens", "chosen"), [(1, "peer_lines"), (90, "peer_lines"), (91, "peer"), (65536, "peer")]
+    ("num_tokens", "chosen"), [(1, "peer_lines"), (45, "peer_lines"), (46, "peer"), (65536, "peer")]
 )
 def test_few_rows_are_lines_unless_another_exchange_is_asked_for(num_tokens: int, chosen: str) -> None:
     call = call_of(num_tokens)
@@ -71,9 +71,9 @@ def test_few_rows_are_lines_unless_another_exchange_is_asked_for(num_tokens: int
 
 @pytest.mark.usefixtures("peer_by_collectives")
 def test_rows_that_cannot_be_lines_are_refused() -> None:
-    rule = "524160 bytes of a device's tokens and twice 1456 of their routing must be multiples of 4, and at most"
+    rule = "264960 bytes of a device's tokens and twice 736 of their routing must be multiples of 4, and at most"
     with pytest.raises(ValueError, match=rule):
-        choose(call_of(91), "peer_lines")
+        choose(call_of(46), "peer_lines")
     odd = Call(("ep",), 2, 1, 1, 2881, 2, True, 128, 64)
     assert "5762 bytes of a device's tokens" in choose(odd).reasons["peer_lines"]
     assert choose(odd).exchange.name == "peer"

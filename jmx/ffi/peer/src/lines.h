@@ -24,7 +24,7 @@ namespace jmx {
 constexpr int kLineData = 12;  // bytes of data of a line
 constexpr int kLineBytes = 16;
 constexpr int kLineUnit = 4;  // bytes of which each array is a multiple
-constexpr unsigned long long kMostLineData = 512 << 10;  // bytes of a call, above which the flag costs less
+constexpr unsigned long long kMostLineData = 256 << 10;  // bytes of a call, above which the flag costs less
 constexpr int kLinesInFlight = 4;  // that a thread reads before it writes any, or waits for at once
 
 // The data of a line.
