@@ -45,8 +45,8 @@ __device__ void End(const Ranks& ranks, const Call& call) {
   }
 }
 
-// Tells the other ranks that what this CTA has sent so far has arrived. `flags`: the first row of flags.
-__device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
+// Signals the other ranks that what this CTA has sent so far has arrived. `flags`: the first row of flags.
+__device__ void Signal(const Ranks& ranks, u32 call, int flags = 0) {
   __syncthreads();
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
@@ -54,7 +54,7 @@ __device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
   }
 }
 
-// Waits until the same CTA of each rank has set its flag for this call.
+// Waits until the same CTA of each rank has signaled this call.
 __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
@@ -69,7 +69,7 @@ __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
 }
 
 __device__ void Meet(const Ranks& ranks, u32 call) {
-  Tell(ranks, call);
+  Signal(ranks, call);
   Await(ranks, call);
 }
 // Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.

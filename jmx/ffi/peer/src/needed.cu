@@ -82,7 +82,7 @@ __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
   ReceiveAddresses(ranks, call, arrays.count, results);  // and all warps have found theirs
   SendRouting(ranks, arrays, needed, own, results, rows.begin, rows.end);
   SendRouting(ranks, arrays, needed, own, results, needed.rows + others.begin, needed.rows + others.end);
-  Tell(ranks, call, jmx::kFirst);
+  Signal(ranks, call, jmx::kFirst);
   const auto result = [&](int rank) {
     return reinterpret_cast<uint4*>(rank == ranks.rank ? reinterpret_cast<u64>(arrays.out[0]) : results[rank * jmx::kMaxArrays]);
   };
