@@ -3,7 +3,7 @@
 "Engine" is another word for backend, in names such as `jmx.engines`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jmx.ffi import blackwell_layouts
 from jmx.ffi.cpu import library as cpu_library
@@ -68,14 +68,18 @@ def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before
     REGISTRY.register(backend, layouts, before)
 
 
-def register_handlers(num_devices: int = 1) -> None:
-    """Registers what compiled programs call by name, which otherwise happens when a backend or a kernel is selected.
+def register_handlers(targets: Collection[str]) -> None:
+    """Registers the handlers of custom calls, which otherwise happens when a backend or a kernel is selected.
 
-    For a process that loads such programs, of so many devices, without tracing them.
+    For a process that loads compiled programs without tracing them.
+
+    Args:
+        targets: the names that a program calls. Libraries that have none of them are not loaded: some compile kernels.
     """
-    for library in (cpu_library, cutlass_library, one_token_library):
-        library.library()
-    if num_devices > 1:
+    for library in (cpu_library, cutlass_library, one_token_library, peer_library):
+        if any(name in targets for name in library.TARGETS):
+            library.library()
+    if any(name in targets for name in peer_library.NEEDED):
         peer_library.compile_needed()
 
 

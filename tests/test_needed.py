@@ -132,7 +132,7 @@ def test_which_routing_tells_the_ranks() -> None:
     assert not exchange.names_ranks(jmx.Logits(values.astype(jnp.bfloat16), TopKSoftmax(2)))
 
 
-def test_the_kernels_are_compiled_once_and_for_programs_over_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_are_compiled_once_for_programs_that_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that another process has compiled is not lowered here."""
     given: list[bytes] = []
     loaded: Any = SimpleNamespace(jmx_peer_set_needed_image=lambda image, size: given.append(image.value[: size.value]))
@@ -140,10 +140,10 @@ def test_the_kernels_are_compiled_once_and_for_programs_over_many_devices(monkey
     monkeypatch.setattr(nvrtc, "architecture", lambda: "sm_90")
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda folder, headers, arch, source: f"{arch} {source}".encode())
     library.compile_needed.cache_clear()
-    register_handlers()
+    register_handlers([library.GATHER])
     assert not given
-    register_handlers(2)
-    register_handlers(4)
+    register_handlers([library.GATHER_NEEDED, library.SCATTER_NEEDED])
+    register_handlers([library.SCATTER_NEEDED])
     assert given == [b"sm_90 needed.cu"]
     library.compile_needed.cache_clear()
 

@@ -179,7 +179,7 @@ def test_a_slot_forbids_nothing_of_its_last_request(rng: np.random.Generator, be
     expected = alone("gpt_oss", free)
     for id in range(1, 4):  # in every slot
         engine.submit(Generate(id, prompt, 6, banned=tuple({*expected})))
-    assert not {*expected} & {token for token in (output.token for output in finish(engine))}
+    assert not {*expected} & {output.token for output in finish(engine)}
     engine.submit(free)
     if beside:
         engine.submit(Generate(4, prompt, 6, logprobs=True))

@@ -18,6 +18,8 @@ START = "jmx_peer_start"
 FINISH = "jmx_peer_finish"
 GATHER_NEEDED = "jmx_peer_gather_needed"
 SCATTER_NEEDED = "jmx_peer_scatter_needed"
+NEEDED = (GATHER_NEEDED, SCATTER_NEEDED)  # whose kernels are compiled by themselves
+TARGETS = (GATHER, SCATTER, SUM, START, FINISH, *NEEDED)
 
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_peer.so"
