@@ -3,6 +3,7 @@
 //
 //     check_kernels RANKS CALLS
 #include "kernels.cu"
+#include "needed.cu"
 
 #include <algorithm>
 #include <random>

@@ -1,4 +1,4 @@
-// The compiled kernels.cu of a library, which each GPU loads once. Functions throw std::string, the reason of a
+// The kernels of a library that were compiled together, which each GPU loads once. Functions throw std::string, the reason of a
 // failure.
 #pragma once
 

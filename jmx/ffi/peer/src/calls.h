@@ -97,7 +97,7 @@ __device__ void SendAddresses(const Ranks& ranks, u32 call, const char* const* m
   if (other < ranks.num_ranks && other != ranks.rank && k < count) {
     SystemMemory memory;
     __threadfence_system();  // what earlier kernels wrote there comes before its address
-    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k), jmx::LineOf(reinterpret_cast<u64>(mine[k]), call));
+    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k), jmx::NumberLine(reinterpret_cast<u64>(mine[k]), call));
   }
 }
 
@@ -106,7 +106,7 @@ __device__ void ReceiveAddresses(const Ranks& ranks, u32 call, int count, u64* t
   const int other = threadIdx.x / jmx::kMaxArrays, k = threadIdx.x % jmx::kMaxArrays;
   if (other < ranks.num_ranks && other != ranks.rank && k < count) {
     SystemMemory memory;
-    theirs[threadIdx.x] = jmx::Receive(memory, jmx::AddressLine(ranks, ranks.rank, other, blockIdx.x, k), call);
+    theirs[threadIdx.x] = jmx::ReceiveNumber(memory, jmx::AddressLine(ranks, ranks.rank, other, blockIdx.x, k), call);
     __threadfence_system();
   }
   __syncthreads();
