@@ -81,7 +81,7 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
         limits = register_limits(program)
         assert all(used <= limit for limit, used in limits), limits
         assert max(limits)[0] == config.registers
-        assert_stages_are_released_late(kernel, config)
+        assert_stages_are_released_late(kernel, config, resident_rows=config.resident_rows)
 
 
 @pytest.mark.aot
