@@ -8,7 +8,6 @@ from typing import Any
 
 import aot
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -148,27 +147,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plgpu.commit_smem()
         return softmax._replace(gathered=softmax.gathered + product)
 
-    def add_values_and_score(
-        softmax: RunningSoftmax,
-        weights: jax.Array,
-        values: Any,
-        rows: Any,
-        keys: Any,
-        queued: Callable[[], None],
-        read: Callable[[], None],
-    ) -> tuple[RunningSoftmax, jax.Array]:
-        def multiply(accumulator: Any) -> jax.Array:
-            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
-            queued()
-            return accumulator[...]
-
-        softmax = add_values(softmax, weights, values)
-        scores = pl.run_scoped(multiply, plgpu.ACC((rows.shape[0], keys.shape[0]), jnp.float32))
-        read()
-        return softmax, scores
-
     monkeypatch.setattr(RunningSoftmax, "add_values", add_values)
-    monkeypatch.setattr(RunningSoftmax, "add_values_and_score", add_values_and_score)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
 

@@ -29,9 +29,6 @@ MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 SHARED_MEMORY = 226 * 1024  # bytes for queries, results, keys and values; a CTA has 227 KiB, with barriers
 
-_State = tuple[RunningSoftmax, jax.Array]  # the softmax before a step, and the scores of that step
-_Hide = Callable[[jax.Array, jax.Array], jax.Array]  # scores, distances -> scores
-
 
 def stages(key_dim: int, value_dim: int) -> int:
     """Stages of the pipeline that shared memory holds, at most `MOST_STAGES`. The kernel needs two."""
@@ -322,89 +319,64 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgrou
 def _attend_blocks(
     call: _Call, item: Item, smem: _Shared, warpgroup: jax.Array, softmax: RunningSoftmax
 ) -> RunningSoftmax:
-    """`softmax` of a consumer's queries with all keys and values that they see.
-
-    The product of a step's weights and values, and the scores of the next one, are queued right after each other.
-    """
+    """`softmax` of a consumer's queries with all keys and values that they see."""
     rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
-    last = item.steps - 1
 
     def distances(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """From keys to queries, in positions."""
         keys = element_ids(shape, 1) + (item.first + step) * BLOCK
         return element_ids(shape, 0) + start - keys
 
-    def weigh(step: jax.Array, state: _State, hide: _Hide | None) -> tuple[RunningSoftmax, jax.Array]:
-        """The softmax with a step's scores, and its weights."""
-        softmax, scores = state
+    def attend(
+        step: jax.Array,
+        softmax: RunningSoftmax,
+        *,
+        hide: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+        count: int = BLOCK,
+        is_last: bool = False,
+    ) -> RunningSoftmax:
+        """With the first `count` keys and values of a step; the turn is this consumer's before and after it."""
+        part = pl.ds(0, count)
+        keys = smem.keys.wait(item.before + step).at[part]
+
+        def multiply(accumulator: Ref) -> jax.Array:
+            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
+            smem.pass_turn(warpgroup)
+            return accumulator[...]
+
+        with jax.named_scope("scores"):
+            scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
+        smem.keys.release(item.before + step)
+        if is_last:
+            plgpu.barrier_arrive(smem.rows_empty)
         if hide is not None:
             scores = hide(scores, distances(step, scores.shape))
         softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
-        return lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
-
-    def attend(step: jax.Array, state: _State, *, hide: _Hide | None = None, count: int = BLOCK) -> _State:
-        """Adds a step, and begins the next one with its first `count` keys."""
-        softmax, weights = weigh(step, state, hide)
-        here = item.before + step
-        values = smem.values.wait(here)
-        keys = smem.keys.wait(here + 1).at[pl.ds(0, count)]
-        smem.take_turn(warpgroup)
-        after = softmax.add_values_and_score(
-            weights,
-            values,
-            rows,
-            keys,
-            queued=partial(smem.pass_turn, warpgroup),
-            read=partial(smem.values.release, here),
-        )
-        smem.keys.release(here + 1)
-        return after
-
-    def finish(state: _State, *, count: int = BLOCK) -> RunningSoftmax:
-        """Adds the last step, of `count` keys."""
-        plgpu.barrier_arrive(smem.rows_empty)
-        window = None if call.window is None or call.window >= BLOCK else call.window
-        softmax, weights = weigh(last, state, partial(hide_unseen, window=window))
-        values = smem.values.wait(item.before + last).at[pl.ds(0, count)]
+        softmax, weights = lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
+        values = smem.values.wait(item.before + step).at[part]
         smem.take_turn(warpgroup)
         softmax = softmax.add_values(weights, values)
-        smem.pass_turn(warpgroup)
-        smem.values.release(item.before + last)
+        smem.values.release(item.before + step)
         return softmax
 
-    state = softmax, _first_scores(item, smem, warpgroup)
-    # Queries see the blocks before the last one whole, but for those in which the window of one of them begins.
-    if call.window is not None:
-        whole_from = jnp.clip(item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first, 0, last)
-        state = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), state)
-        # Windows are bound by their ends: half a block less at the end is no gain.
-        return finish(lax.fori_loop(whole_from, last, attend, state))
-    # The first consumer's queries see the first half of the last block alone.
-    is_half = (warpgroup == 0) & (last > 0)
-    state = lax.fori_loop(0, last - is_half.astype(jnp.int32), attend, state)
-
-    def finish_half(state: _State) -> RunningSoftmax:
-        return finish(attend(last - 1, state, count=ROWS), count=ROWS)
-
-    return lax.cond(is_half, finish_half, finish, state)
-
-
-def _first_scores(item: Item, smem: _Shared, warpgroup: jax.Array) -> jax.Array:
-    """The scores of a consumer's queries over the keys of an item's first step."""
     with jax.named_scope("prologue"):
         plgpu.barrier_wait(smem.rows_full.at[warpgroup])
-    keys = smem.keys.wait(item.before)
     smem.take_turn(warpgroup)
-
-    def multiply(accumulator: Ref) -> jax.Array:
-        plgpu.wgmma(accumulator, smem.rows.at[warpgroup], keys.transpose((1, 0)))
-        smem.pass_turn(warpgroup)
-        return accumulator[...]
-
-    with jax.named_scope("scores"):
-        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-    smem.keys.release(item.before)
-    return scores
+    # Queries see the blocks before the last one whole, but for those in which the window of one of them begins.
+    last, whole_from = item.steps - 1, jnp.int32(0)
+    if call.window is not None:
+        whole_from = jnp.clip(item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first, 0, last)
+        softmax = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), softmax)
+    softmax = lax.fori_loop(whole_from, last, attend, softmax)
+    window = None if call.window is None or call.window >= BLOCK else call.window
+    attend_last = partial(attend, last, hide=partial(hide_unseen, window=window), is_last=True)
+    if call.window is None:
+        # The first consumer's queries see the first half of the last block alone. Windows are bound by their ends.
+        softmax = lax.cond(warpgroup == 0, partial(attend_last, count=ROWS), attend_last, softmax)
+    else:
+        softmax = attend_last(softmax)
+    smem.pass_turn(warpgroup)
+    return softmax
 
 
 def _hide_outside(window: int, scores: jax.Array, distance: jax.Array) -> jax.Array:
