@@ -123,6 +123,13 @@ def test_bfloat16_is_near_the_reference(name: str) -> None:
     assert 1e-4 < relative_error(logits, golden["logits"]) <= 0.1
 
 
+def test_float_experts_are_run_by_the_requested_backend_or_by_none() -> None:
+    tokens = jnp.ones((1, 3), jnp.int32)
+    whole(load(GOLDEN / "mixtral", backend="xla"), tokens)
+    with pytest.raises(jmx.NoBackendError, match="backend 'cpu' was requested"):
+        whole(load(GOLDEN / "mixtral", backend="cpu"), tokens)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_in_two_files_is_the_same(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     tensors = load_file(GOLDEN / name / "model.safetensors")

@@ -41,7 +41,7 @@ class Model(nnx.Module):
         format: of the experts' weights, or its name; None: they are floats of `dtype`.
         qat: makes the experts' weights master weights, which each call rounds to `format`; None: they are in `format`.
         dtype: bfloat16 or float32.
-        backend: name of the jmx backend that must run quantized experts, or None.
+        backend: name of the jmx backend that must run the experts, or None.
         split: how a mesh divides the model; None: it is on one device.
         rngs: `nnx.Rngs` with the stream `params`.
 
@@ -135,7 +135,7 @@ class Model(nnx.Module):
         elif experts is None and self.format is None:
             options |= {"format": format_of(self.dtype), "gate_up_order": ORDER}
         if isinstance(experts, jmx.ShardedExperts):
-            backend = None if experts.shards.format.is_float else self.backend
+            backend = self.backend
             its = {name: options[name] for name in {"activation", "routing", "correction_bias"} & options.keys()}
             return ShardedMoE(experts, **its, backend=backend, split=self.split)
         if experts is not None:
@@ -148,7 +148,7 @@ class Model(nnx.Module):
             **options,
             router=False,
             param_dtype=self.dtype,
-            backend=None if formats.get(options["format"]).is_float else self.backend,
+            backend=self.backend,
             experts=experts,
             rngs=rngs,
         )

@@ -73,7 +73,7 @@ def load(
         dequantize_dense: whether all weights outside experts become floats of `dtype` on reading. False: the weights of
             a product stay in FP8 if files have all of them in one format of it.
         dtype: of activations, dense weights and float experts, bfloat16 or float32.
-        backend: name of the jmx backend that must run quantized experts, or None.
+        backend: name of the jmx backend that must run the experts, or None.
         mesh: of the devices that divide the model; None: it is on one. See docs/many_gpus.md.
         axes: mesh axes by what they divide, as in `jmx.models.ModelSplit.of`; None: the default ones.
         adapter: a directory of PEFT's files with adapters of the experts, see docs/training.md; None: there are none.
