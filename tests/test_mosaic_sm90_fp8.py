@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from backend_cases import (
     ACTIVATIONS,
+    GPT_OSS,
     IDS,
     NEITHER,
     Case,
@@ -22,6 +23,7 @@ from backend_cases import (
     draw_routing,
     draw_weights,
     draw_x,
+    poison_memory,
     reference,
     suited,
 )
@@ -951,3 +953,40 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
         finite = np.repeat(np.isfinite(expected), columns // scales.shape[1], axis=1)
         wanted = wanted._replace(values=wanted.values[rows])
         np.testing.assert_array_equal(bits(found, finite)[there], bits(wanted, finite)[there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(2880, 320), (200, 344), (132, 260)])  # the last are padded: no multiples of 8
+@pytest.mark.parametrize(
+    ("format", "input_format"),
+    [
+        ("int4_g128", "fp8_token"),
+        ("int4_g128", "fp8_tensor"),
+        ("int4_g256", "int8_token"),
+        ("int8_g128", "int8_token"),
+        ("mxfp4", "fp8_token"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 5, 40, 600])
+def test_padding_changes_no_bit(tokens, format, input_format, sizes, rng):
+    """Padding is computed only if it is passed as if it were weights."""
+    block = 32 if format == "mxfp4" else 2
+    hidden, intermediate = (-(-size // block) * block for size in sizes)
+    experts = Experts.random(
+        jax.random.key(rng.integers(2**31)), 8, hidden, intermediate, gate_up_order="interleaved", format=format
+    )
+    experts = experts.pad(*(-(-size // 256) * 256 for size in sizes)).with_inputs(input_format)
+    x = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
+    wide = jnp.pad(x, ((0, 0), (0, experts.array_sizes[0] - hidden)))
+    ids = np.argsort(rng.random((tokens, 8)))[:, :2].astype(np.int32)
+    routing = Routing(ids, rng.uniform(0.1, 1, (tokens, 2)).astype(np.float32))
+
+    def layer(x: Any, experts: Experts, backend: str) -> np.ndarray:
+        poison_memory()
+        return np.asarray(jmx.moe(x, routing, experts, activation=GPT_OSS, backend=backend), np.float32)
+
+    prepared = experts.prepare(LAYOUT.name)
+    found = layer(x, prepared, "mosaic_fp8")
+    np.testing.assert_array_equal(found, layer(wide, prepared.as_padded(), "mosaic_fp8")[:, :hidden])
+    case = Case(tokens, hidden, intermediate, dtype="bfloat16", format=format, input_format=input_format)
+    assert_agrees("mosaic_fp8", case, found, layer(x, experts, "xla"))

@@ -164,7 +164,9 @@ class MosaicSm90Fp8(LimitedBackend):
                 in_kernel(problem.activation),
             )
             summed = jnp.float32 if config.split_k > 1 else dtype
-            down = Product(weights[1], experts.format, every.down_bias, Rows(columns, None, x.shape[-1] if skips else None), summed)
+            down = Product(
+                weights[1], experts.format, every.down_bias, Rows(columns, None, x.shape[-1] if skips else None), summed
+            )
             scale = _scale(experts, "down")
             h = InputRows(None, None, scale, experts.intermediate_size, format, num_rows, h_columns)
             if config.fuse_quantize:
