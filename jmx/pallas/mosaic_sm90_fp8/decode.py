@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jmx.pallas.mosaic_sm90_fp8.elements import E4M3, E5M2, S8, Elements
+from jmx.pallas.mosaic_sm90_fp8.elements import E4M3, E5M2, Elements
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
 from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import constant, run, thread_index
