@@ -46,6 +46,7 @@ from jmx.pallas.mosaic_sm90_fp8.elements import E2M1_EXPONENT, elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, magnitudes, unit_bytes
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.selection import tuning
+from jmx.selection.problem import Problem
 
 HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
@@ -956,7 +957,7 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(2880, 320), (200, 344), (132, 260)])  # the last are padded: no multiples of 8
+@pytest.mark.parametrize("sizes", [(328, 200), (132, 260)])  # the last are padded: no multiples of 8
 @pytest.mark.parametrize(
     ("format", "input_format"),
     [
@@ -987,6 +988,8 @@ def test_padding_changes_no_bit(tokens, format, input_format, sizes, rng):
 
     prepared = experts.prepare(LAYOUT.name)
     found = layer(x, prepared, "mosaic_fp8")
-    np.testing.assert_array_equal(found, layer(wide, prepared.as_padded(), "mosaic_fp8")[:, :hidden])
+    config = tuning.config(MosaicSm90Fp8(), Problem.of(x, 2, prepared, GPT_OSS), HOPPER).config
+    with tuning.override("mosaic_fp8", config):  # on which the order of sums depends
+        np.testing.assert_array_equal(found, layer(wide, prepared.as_padded(), "mosaic_fp8")[:, :hidden])
     case = Case(tokens, hidden, intermediate, dtype="bfloat16", format=format, input_format=input_format)
     assert_agrees("mosaic_fp8", case, found, layer(x, experts, "xla"))

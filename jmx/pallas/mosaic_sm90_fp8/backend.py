@@ -174,9 +174,9 @@ class MosaicSm90Fp8(LimitedBackend):
             else:
                 h = scaled(replace(h, values=products([gate_up.times(quantize(rows))])), lambda: _used(work))
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
-            return out.reshape(config.split_k, num_rows, -1)[..., :wide]
+            return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)[:, :wide]
 
 
 def _used(work: Work) -> Bool[Array, " R"]:
