@@ -154,13 +154,6 @@ class Gemm:
         return 0 if config.warpgroups_k == 1 else lax.div(mine, config.warpgroups_m)
 
     @property
-    def alternates(self) -> bool:
-        """Whether two warpgroups multiply in turns: where each unit's sums are decoded and scaled, in large blocks."""
-        elements, config = self.product.elements, self.config
-        scaled = elements.decoded and elements.by_block and not elements.exact
-        return scaled and (config.warpgroups_m, config.warpgroups_k) == (2, 1) and config.block_n > MAX_WIDTH
-
-    @property
     def tokens_may_be_a(self) -> bool:
         """Whether some blocks have tokens as operand A."""
         product, config = self.product, self.config
