@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config
+from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows

@@ -22,7 +22,7 @@ from jmx.pallas.sm90.accumulator import accumulator, sums_of
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, thread_index, utils
 from jmx.pallas.sm90.operation import Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
-from jmx.pallas.sm90.tiles import THREADS, TILE
+from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Num
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
