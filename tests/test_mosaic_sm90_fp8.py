@@ -43,8 +43,10 @@ from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8, multiplies
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.decode import int4_slices
 from jmx.pallas.mosaic_sm90_fp8.elements import E2M1_EXPONENT, elements_of
+from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, magnitudes, unit_bytes
 from jmx.pallas.sm90.config import SHARED_MEMORY
+from jmx.pallas.sm90.gemm import Rows
 from jmx.selection import tuning
 from jmx.selection.problem import Problem
 
@@ -528,6 +530,31 @@ def test_many_columns_are_added_up_in_float32():
     assert (many.own_sums, many.block_n) == (False, 176)
     many.check(shape._replace(units=(33, 23)))
     assert not heuristic(shape_of(8192, "fp8_channel")).own_sums
+
+
+@pytest.mark.parametrize(
+    ("format", "input_format", "tokens", "whole"),
+    [
+        ("int4_g128", "fp8_token", 8192, True),
+        ("int8_g256", "int8_token", 8192, True),
+        ("int4_g128", "fp8_token", 64, False),  # blocks of few rows have widths of their own
+        ("int4_channel", "int8_token", 8192, False),
+        ("fp8_block", "fp8_token", 8192, False),
+        ("fp8_block", "fp8_block", 8192, True),  # tokens are operand A
+    ],
+)
+def test_large_blocks_of_integers_in_groups_are_whole_but_the_last(format, input_format, tokens, whole):
+    sizes = {"num_tokens": tokens, "hidden_size": 3072, "intermediate_size": 3072, "num_experts": 32, "top_k": 4}
+    problem = dataclasses.replace(PROBLEM, **sizes, format=format, input_format=input_format)
+    assert MosaicSm90Fp8().tiling(problem, HOPPER).whole == whole
+
+
+def test_tiles_of_padding_are_none_of_a_product():
+    experts = jax.eval_shape(lambda: Experts.random(jax.random.key(0), 2, 384, 256, gate_up_order="interleaved"))
+    weight = jax.eval_shape(lambda q: LAYOUT.forward(q, experts.spec("gate_up")), experts.gate_up)
+    for computed, tiles, outputs in ((None, 8, 256), (256, 8, 256), (224, 7, 256), (200, 7, 256), (128, 4, 128)):
+        product = Product(weight, MXFP4, None, Rows(512, "interleaved", computed), jnp.bfloat16)
+        assert (product.m_tiles, product.rows.num_outputs, product.rows.outputs) == (tiles, outputs, 256)
 
 
 def test_integers_are_added_up_exactly_whatever_the_tokens():
