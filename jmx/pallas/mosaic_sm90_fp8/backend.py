@@ -21,7 +21,7 @@ from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.tensor_scales import scale_of_rows
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config, Shape, candidates, heuristic
+from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.pallas.sm90.config import FEW_TOKENS
@@ -99,7 +99,7 @@ class MosaicSm90Fp8(LimitedBackend):
     def tiling(self, problem: Problem, environment: Environment) -> Tiling:
         config = tuning.config(self, problem, environment).config
         shape = _shape(problem, environment)
-        whole = (config.tokens_may_be_a and shape.tokens_as_a) or (config.block_n > MAX_WIDTH and shape.whole_blocks)
+        whole = shape.whole_blocks or (config.tokens_may_be_a and shape.tokens_as_a)
         return Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT, whole)
 
     def apply(
