@@ -536,14 +536,15 @@ def test_many_columns_are_added_up_in_float32():
     ("format", "input_format", "tokens", "whole"),
     [
         ("int4_g128", "fp8_token", 8192, True),
-        ("int8_g256", "int8_token", 8192, True),
+        ("int4_g256", "int8_token", 8192, True),
+        ("int8_g256", "int8_token", 8192, False),
         ("int4_g128", "fp8_token", 1024, False),  # an expert has one block
         ("int4_channel", "int8_token", 8192, False),
         ("fp8_block", "fp8_token", 8192, False),
         ("fp8_block", "fp8_block", 8192, True),  # tokens are operand A
     ],
 )
-def test_large_blocks_of_integers_in_groups_are_whole_but_the_last(format, input_format, tokens, whole):
+def test_large_blocks_of_int4_in_groups_are_whole_but_the_last(format, input_format, tokens, whole):
     sizes = {"num_tokens": tokens, "hidden_size": 3072, "intermediate_size": 3072, "num_experts": 32, "top_k": 4}
     problem = dataclasses.replace(PROBLEM, **sizes, format=format, input_format=input_format)
     assert MosaicSm90Fp8().tiling(problem, HOPPER).whole == whole

@@ -238,9 +238,9 @@ class Shape(NamedTuple):
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether an expert's blocks are whole but the last, where it has several of integers in groups: blocks of
+        """Whether an expert's blocks are whole but the last, where it has several of INT4 in groups: blocks of
         near-equal size are computed up to the next multiple of 16 rows."""
-        in_groups = self.by_block and not self.inputs_by_block and (self.decoded or self.exact)
+        in_groups = self.by_block and not self.inputs_by_block and self.decoded
         return in_groups and self.rows >= _WHOLE_BLOCKS * self._max_block_n
 
     @property
