@@ -630,7 +630,7 @@ def allowed(config, format, input_format):
     if input_format == "fp8_tensor":
         config = dataclasses.replace(config, fuse_quantize=False, resident_rows=False)
     if elements.exact:
-        rows = config.block_n if config.block_n <= 32 else -(-config.block_n // 16) * 16
+        rows = config.block_n if config.block_n <= 32 else config.block_n // 16 * 16
         config = dataclasses.replace(config, block_n=rows, own_sums=not by_block)
     if elements.decoded and by_block:
         config = dataclasses.replace(config, block_n=min(config.block_n, 192), own_sums=False)
