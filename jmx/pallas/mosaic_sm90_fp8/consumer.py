@@ -184,7 +184,7 @@ def _adder(gemm: Gemm, width: int) -> Callable[[Totals, list[Slots]], Totals]:
     elements, unit = product.elements, partial(_unit, gemm, width)
 
     def add_at_once(totals: Totals, slots: list[Slots]) -> Totals:
-        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements, alternate=gemm.alternates)
+        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements)
         if product.scales_units:
             finish_reads()
         for slot, _ in slots:
