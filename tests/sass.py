@@ -216,12 +216,12 @@ def _arrivals_before(program: list[Instruction], start: int) -> set[int]:
 
 def _signals(instruction: Instruction) -> frozenset[int]:
     """The scoreboards that are set until all loads so far have read: a load's, and that of a fence, which waits."""
-    control = _control_of(instruction)
+    control, number = _control_of(instruction), None
     if instruction.opcode.startswith("MEMBAR.ALL"):
-        return frozenset({control.read} - {None})
-    if instruction.opcode.startswith(("LDS", "FENCE.VIEW.ASYNC.S")):
-        return frozenset({control.written} - {None})
-    return frozenset()
+        number = control.read
+    elif instruction.opcode.startswith(("LDS", "FENCE.VIEW.ASYNC.S")):
+        number = control.written
+    return frozenset() if number is None else frozenset({number})
 
 
 def _waits(instruction: Instruction) -> frozenset[int]:
