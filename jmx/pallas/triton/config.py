@@ -146,8 +146,13 @@ def copies_tokens(config: Config) -> bool:
     return 2 * config.block_m * config.block_k // config.products >= 4 * 32 * config.num_warps
 
 
-# With `wgmma`, two CTAs to an SM: one decodes while the other multiplies. Fewer rows, and more.
-_WGMMA = Config(64, 128, 128, 4, 3, products=1, narrow_m=16), Config(128, 128, 128, 4, 2, products=1, narrow_m=32)
+# With `wgmma`, from few rows an expert to many. Of the first two, two CTAs to an SM: one decodes while the other
+# multiplies. The last decodes a weight once for twice as many rows.
+_WGMMA = (
+    Config(64, 128, 128, 4, 3, products=1, narrow_m=16),
+    Config(128, 128, 128, 4, 2, products=1, narrow_m=32),
+    Config(256, 128, 128, 8, 3, products=1, narrow_m=32),
+)
 
 
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
@@ -161,7 +166,7 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
     if rows <= 12:
         return Config(16, 64, 256, 2, 3, products=4)
     if capability >= (9, 0):  # Triton waits for each `wgmma`, so there is one a step
-        return _WGMMA[0] if rows <= 48 else _WGMMA[1]
+        return _WGMMA[0] if rows <= 48 else _WGMMA[1] if rows <= 208 else _WGMMA[2]
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
     if rows <= 48:
