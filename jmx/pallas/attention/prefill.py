@@ -70,9 +70,11 @@ def flash_prefill(
     """
     batch, length, heads, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
+    group, value_dim = heads // keys.shape[2], values.shape[-1]
     count = heads * batch * (length // BLOCK)
-    items = Items(batch, length, heads, window, ctas=count if core_count is None else min(core_count, count))
-    call = _Call(items, heads // keys.shape[2], dim, values.shape[-1], factor)
+    ctas = count if core_count is None else min(core_count, count)
+    items = Items(batch, length, heads, window, ctas, token_bytes=2 * (dim + value_dim) / group)
+    call = _Call(items, group, dim, value_dim, factor)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
 
 
@@ -99,8 +101,9 @@ def flash_prefill_pages(
     """
     batch, length, heads, dim = query.shape
     # Rows have any lengths, so each block has a CTA: the GPU starts one wherever another has ended.
-    items = Items(batch, length, heads, window, ctas=heads * batch)
-    call = _Call(items, heads // pages.shape[2], dim, dim, dim**-0.5)
+    group = heads // pages.shape[2]
+    items = Items(batch, length, heads, window, ctas=heads * batch, token_bytes=4 * dim / group)
+    call = _Call(items, group, dim, dim, dim**-0.5)
     return _launch(call, query, sinks, _Pages(pages=pages, tables=tables, starts=starts))
 
 
