@@ -4,9 +4,10 @@
     python benchmarks/mesh_plan.py
 
 By `gather` a GPU receives the tokens of all others, and sends as many results. By `rows` a token goes once to each
-other GPU that has one of its experts, in buffers of 1.5 times these rows, which are sent whole. Routing is uniform.
-Tokens and results are bfloat16, but for "FP8": there tokens are codes with 16 bits more for 128 of them. Tokens of a
-host stay in it: the experts of a layer are divided inside one host, and hosts are data parallel. Nothing overlaps.
+other GPU that has one of its experts, in buffers of 1.5 times these rows, which are sent whole. By `peer` it does, too,
+without a buffer, if a GPU has 4 MiB of tokens or more: fewer go to all. Routing is uniform. Tokens and results are
+bfloat16, but for "FP8": there tokens are codes with 16 bits more for 128 of them. Tokens of a host stay in it: the
+experts of a layer are divided inside one host, and hosts are data parallel. Nothing overlaps.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from math import comb
 BFLOAT16_BYTES = 2
 FP8_BYTES = 1 + 2 / 128  # of the codes of blocks of 128, as jmx/parallel/wire.py sends them
 BUFFER = 1.5  # rows of a buffer over those of even routing, as jmx/parallel/row_plan.py has it
+LEAST_BYTES = 4 << 20  # of a GPU's tokens, from which `peer` leaves rows out, as jmx/parallel/needed.py has it
 SIZES = (64, 1024, 8192)  # tokens a GPU
 
 
@@ -68,12 +70,21 @@ class Plan:
         return self.local_us / (self.local_us + self.exchange_us)
 
 
+def copies(model: Model, ranks: int, tokens: int, exchange: str) -> float:
+    """Of a token, those that other GPUs get."""
+    if exchange == "rows":
+        return min(ranks - 1, BUFFER * remote_ranks(model, ranks))
+    if exchange == "peer" and tokens * model.hidden * BFLOAT16_BYTES >= LEAST_BYTES:
+        return remote_ranks(model, ranks)
+    return ranks - 1
+
+
 def plan(
-    model: Model, ranks: int, tokens: int, rows: bool, link_gb_s: float, latency_us: float, fp8: bool = False
+    model: Model, ranks: int, tokens: int, exchange: str, link_gb_s: float, latency_us: float, fp8: bool = False
 ) -> Plan:
     """One layer over the GPUs of a host, with `tokens` a GPU. `fp8`: whether tokens are sent as codes."""
-    copies = min(ranks - 1, BUFFER * remote_ranks(model, ranks)) if rows else ranks - 1
-    sent = tokens * model.hidden * copies * (BFLOAT16_BYTES + (FP8_BYTES if fp8 else BFLOAT16_BYTES))
+    sent = tokens * model.hidden * copies(model, ranks, tokens, exchange)
+    sent *= BFLOAT16_BYTES + (FP8_BYTES if fp8 else BFLOAT16_BYTES)
     return Plan(sent, sent / link_gb_s / 1e3 + 2 * latency_us, model.local_us * tokens / 8192)
 
 
@@ -85,9 +96,9 @@ def table(link_gb_s: float, latency_us: float) -> str:
     ]
     for name, model in MODELS.items():
         for tokens in SIZES:
-            for exchange in ("gather", "rows", "rows, FP8")[: 3 if model.fp8 else 2]:
+            for exchange in ("gather", "peer", "rows", "rows, FP8")[: 4 if model.fp8 else 3]:
                 fp8 = exchange == "rows, FP8"
-                its = plan(model, 8, tokens, exchange != "gather", link_gb_s, latency_us, fp8)
+                its = plan(model, 8, tokens, exchange.removesuffix(", FP8"), link_gb_s, latency_us, fp8)
                 # Below some 1024 tokens a GPU the time is that of reading weights, which is not planned here.
                 share = f"{its.efficiency:.0%}" if tokens >= 1024 else "-"
                 cells = [name, str(tokens), exchange, f"{its.sent / 1e6:.1f}", f"{its.exchange_us:.0f}", share]

@@ -3,7 +3,7 @@
 "Engine" is another word for backend, in names such as `jmx.engines`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jmx.ffi import blackwell_layouts
 from jmx.ffi.cpu import library as cpu_library
@@ -12,6 +12,7 @@ from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.ffi.one_token import library as one_token_library
+from jmx.ffi.peer import library as peer_library
 from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.numerics.layouts import Layout
@@ -67,13 +68,19 @@ def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before
     REGISTRY.register(backend, layouts, before)
 
 
-def register_handlers() -> None:
-    """Registers what compiled programs call by name, which otherwise happens when a backend or a kernel is selected.
+def register_handlers(targets: Collection[str]) -> None:
+    """Registers the handlers of custom calls, which otherwise happens when a backend or a kernel is selected.
 
-    For a process that loads such programs without tracing them.
+    For a process that loads compiled programs without tracing them.
+
+    Args:
+        targets: the names that a program calls. Libraries that have none of them are not loaded: some compile kernels.
     """
-    for library in (cpu_library, cutlass_library, one_token_library):
-        library.library()
+    for library in (cpu_library, cutlass_library, one_token_library, peer_library):
+        if any(name in targets for name in library.TARGETS):
+            library.library()
+    if any(name in targets for name in peer_library.NEEDED):
+        peer_library.compile_needed()
 
 
 def resolve_layout(

@@ -30,7 +30,7 @@ from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, route
 from jmx.routing.leading import Tokens, check_routing, flat_logits, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
-from jmx.selection.backend import ProductBackend
+from jmx.selection.backend import ProductBackend, SkipsPadding
 from jmx.selection.environment import Environment
 from jmx.selection.problem import (
     Problem,
@@ -382,7 +382,7 @@ def _run(
     if isinstance(beside, Adapters) or (experts.format.is_float and beside is None):
         return _by_products(x, routing, experts, beside, static)
     if experts.padded_to is not None and not experts.fits_without_padding:
-        return _run(_widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
+        return _run(padding.widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
     true = problem.without_padding()
 
     def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
@@ -394,7 +394,9 @@ def _run(
         experts = experts.prepare(problem.layout)  # in which they are, unless they have just been rounded
         if chosen.name == xla.NAME:  # takes experts one by one, without their padding
             return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
-        return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
+        if isinstance(chosen, SkipsPadding):
+            return chosen.apply(its, x, routing, experts, environment)
+        return chosen.apply(its, padding.widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
     def saving(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> tuple[Float[Array, "T H"], Any]:
         its = with_tokens(problem, x.shape[0])
@@ -402,7 +404,7 @@ def _run(
         if its.num_tokens == 0 or its.top_k == 0 or not isinstance(chosen, SavesGateUp):
             return run(x, routing, experts), None
         experts, wide = experts.prepare(problem.layout), x.shape[-1]
-        y, saved = chosen.apply_saving(its, _widened(x, experts), routing, experts.as_padded(), environment)
+        y, saved = chosen.apply_saving(its, padding.widened(x, experts), routing, experts.as_padded(), environment)
         return y[:, :wide], saved
 
     def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
@@ -413,8 +415,8 @@ def _run(
         if its.num_tokens == 0 or its.top_k == 0 or not has_gradients(chosen, its, weights=wanted.weights):
             return xla.backward(true, primals, dy, wanted)
         experts = experts.prepare(problem.layout)
-        padded = Primals(_widened(x, experts), routing, experts.as_padded(), saved)
-        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted)
+        padded = Primals(padding.widened(x, experts), routing, experts.as_padded(), saved)
+        gradients = chosen.backward(its, padded, environment, padding.widened(dy, experts), wanted)
         return gradients._replace(x=gradients.x[:, :wide])
 
     layer = autodiff.differentiable(run, backward, saving if static.save_gate_up else None)
@@ -436,12 +438,6 @@ def _by_products(
         # An activation whose value at 0 is not 0 would train them. All other padding has the gradient 0.
         down = padding.trained_columns(experts.intermediate_size, experts.down.values)
         experts = dataclasses.replace(experts, down=experts.down._replace(values=down))
-    x, experts = _widened(x, experts), experts.prepare(problem.layout).as_padded()
+    x, experts = padding.widened(x, experts), experts.prepare(problem.layout).as_padded()
     engine = by_products.engine_of(backend, problem, static.environment, xla.Xla())
     return by_products.forward(problem, x, routing, experts, engine, added=added)[:, :wide]
-
-
-def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:
-    """x with zeros for the padding of the experts' hidden size."""
-    more = experts.array_sizes[0] - x.shape[-1]
-    return jnp.pad(x, ((0, 0), (0, more))) if more else x

@@ -72,7 +72,7 @@ def launches(directory: pathlib.Path) -> list[list[str]]:
 
 
 class Kernel(NamedTuple):
-    """A compiled Mosaic GPU kernel: bytes of shared memory, ptxas' report, and the machine code as text."""
+    """A compiled Mosaic GPU kernel: bytes of shared memory, ptxas' report, and the machine code with control bits."""
 
     shared_memory: int
     report: str
@@ -88,7 +88,7 @@ def kernels_for_h200(
     """
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        for kind in ("RESOURCES", "PTXAS", "SASS"):
+        for kind in ("RESOURCES", "PTXAS", "SASS", "SASS_CTRL"):
             patch.setenv(f"MOSAIC_GPU_DUMP_{kind}", "1")
         compiled = compile_for_h200(function, *arguments)
     tools = _cuda() / "bin"
@@ -129,10 +129,22 @@ class TritonKernel(NamedTuple):
 
     def sass(self) -> str:
         """The machine code as text."""
-        tool = shutil.which("nvdisasm", path=_cuda() / "bin")
-        if tool is None:
-            pytest.skip("needs nvdisasm, which the `aot` extra installs")
-        return subprocess.run([tool, "-c", self.binary], capture_output=True, text=True, check=True).stdout
+        return _disassembled(self.binary)
+
+
+def sass_of(image: bytes, directory: pathlib.Path) -> dict[str, str]:
+    """The machine code, with control bits, of the kernels in a CUDA binary, by their names."""
+    binary = directory / "image.cubin"
+    binary.write_bytes(image)
+    sections = re.split(r"^\s*\.section\s+\.text\.(\w+)", _disassembled(binary, "-hex"), flags=re.MULTILINE)
+    return dict(zip(sections[1::2], sections[2::2], strict=True))
+
+
+def _disassembled(binary: pathlib.Path, *options: str) -> str:
+    tool = shutil.which("nvdisasm", path=_cuda() / "bin")
+    if tool is None:
+        pytest.skip("needs nvdisasm, which the `aot` extra installs")
+    return subprocess.run([tool, "-c", *options, binary], capture_output=True, text=True, check=True).stdout
 
 
 def triton_kernels(

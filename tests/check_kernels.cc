@@ -1,8 +1,9 @@
-// jmx/ffi/peer/src/kernels.cu on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to array,
-// and of rows that are needed, and each result is checked. Memory of results begins as NaN.
+// jmx/ffi/peer/src/kernels.cu on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to
+// array, and of rows that are needed, and each result is checked. Memory of results begins as NaN.
 //
 //     check_kernels RANKS CALLS
 #include "kernels.cu"
+#include "needed.cu"
 
 #include <algorithm>
 #include <random>
@@ -132,7 +133,8 @@ void CheckNeeded(int num_ranks, Regions& gathers, Regions& sums, bool logits) {
       for (int token = 0; token < kTokens; ++token) {
         Expect(bits_of(rank, other, token) == routing.Needed(other, token));
         const auto same = [&](Floats& got, Floats& given, int size) {
-          return std::memcmp(Of(got, rank) + (other * kTokens + token) * size, Of(given, other) + token * size, size * 4) == 0;
+          return std::memcmp(Of(got, rank) + (other * kTokens + token) * size, Of(given, other) + token * size,
+                             size * 4) == 0;
         };
         Expect(same(routings, routing.arrays, width) && (logits || same(all_weights, weights, kTopK)));
       }
@@ -154,7 +156,8 @@ void CheckNeeded(int num_ranks, Regions& gathers, Regions& sums, bool logits) {
     for (int i = 0; i < kRows * kWidth; ++i) {
       float sum = 0;
       for (int other = 0; other < num_ranks; ++other)
-        if (routing.Needed(rank, kTokens - kRows + i / kWidth) >> other & 1) sum += Of(returned, other)[rank * kRows * kWidth + i];
+        if (routing.Needed(rank, kTokens - kRows + i / kWidth) >> other & 1)
+          sum += Of(returned, other)[rank * kRows * kWidth + i];
       Expect(Of(total, rank)[i] == sum);
     }
 }

@@ -104,7 +104,7 @@ void Check(const Rank& its, int call) {
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
-  constexpr int kSums = 6;  // elements of a rank
+  constexpr int kSums = 7;  // elements of a rank
   const size_t slot_bytes = 256;
   std::atomic<int> read = 0;
   std::vector<std::vector<Data>> regions(2 * num_ranks, std::vector<Data>((jmx::kSlots + 2 * num_ranks * slot_bytes) / 8));

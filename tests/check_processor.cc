@@ -10,7 +10,8 @@ using namespace jmx;
 constexpr uint32_t kAvx2 = kAvx2Features, kAvx512 = kAvx512Features;
 constexpr uint32_t kAll = kAvx512Bf16Features | kHasAvxVnni | kHasAmxTile | kHasAmxBf16;
 constexpr uint32_t kFma = 1u << 12, kOsxsave = 1u << 27;                                // leaf 1, ecx
-constexpr uint32_t kBit5 = 1u << 5, k512f = 1u << 16, k512bw = 1u << 30;                // leaf 7, ebx: AVX2, AVX-512 F and BW
+// Leaf 7, ebx: AVX2, AVX-512 F and BW.
+constexpr uint32_t kBit5 = 1u << 5, k512f = 1u << 16, k512bw = 1u << 30;
 constexpr uint32_t kVnni = 1u << 11, kBf16 = 1u << 5, kVexVnni = 1u << 4;               // leaf 7, ecx; subleaf 1, eax
 constexpr uint32_t kTile = 1u << 24, kTileBf16 = 1u << 22;                              // leaf 7, edx
 constexpr uint64_t kX87 = 0x1, kAvxState = 0x7, kAvx512State = 0xe7, kTileState = 0x600e7;  // XCR0

@@ -37,7 +37,8 @@ bool Agrees(const Case& of, jmx::Input input, int64_t rows) {
   if (microkernel.run == nullptr) return true;
   std::mt19937 random(rows);
   const int64_t group = of.group == jmx::kWholeRow ? kK : of.group, groups = kColumns * kK / group;
-  std::vector<float> x(rows * kK), x_scales(rows, 0.5f), global_scales(kColumns, 0.75f), bias(kColumns), out(rows * kColumns);
+  std::vector<float> x(rows * kK), x_scales(rows, 0.5f), global_scales(kColumns, 0.75f), bias(kColumns),
+      out(rows * kColumns);
   std::vector<uint16_t> halves(rows * kK);
   std::vector<int8_t> bytes(rows * kK), zeros(groups);
   std::vector<uint8_t> values(kColumns * kK / 2);
@@ -59,22 +60,25 @@ bool Agrees(const Case& of, jmx::Input input, int64_t rows) {
   }
   std::vector<char> scratch(microkernel.scratch_bytes(kK) + 64);
   char* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
-  const void* given = input == jmx::kInt8 ? static_cast<const void*>(bytes.data()) : input == jmx::kFloat32 ? static_cast<const void*>(x.data()) : halves.data();
+  const void* given = input == jmx::kInt8      ? static_cast<const void*>(bytes.data())
+                      : input == jmx::kFloat32 ? static_cast<const void*>(x.data())
+                                               : halves.data();
   const bool global = of.format == jmx::kNvfp4;
 #if defined(JMX_ROUNDS_WEIGHTS)
   const bool rounded = of.format == jmx::kInt4Float32 && input == jmx::kBfloat16;  // weights, to bfloat16
 #else
   const bool rounded = false;
 #endif
-  microkernel.run({static_cast<const char*>(given), input == jmx::kInt8 ? x_scales.data() : nullptr, values.data(), scales.data(),
-           of.zeros ? zeros.data() : nullptr, global ? global_scales.data() : nullptr, bias.data(), out.data(), rows, kColumns, kK, of.group,
-           kColumns, aligned});
+  microkernel.run({static_cast<const char*>(given), input == jmx::kInt8 ? x_scales.data() : nullptr, values.data(),
+                   scales.data(), of.zeros ? zeros.data() : nullptr, global ? global_scales.data() : nullptr,
+                   bias.data(), out.data(), rows, kColumns, kK, of.group, kColumns, aligned});
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t n = 0; n < kColumns; ++n) {
       double sum = bias[n], bound = bias[n];
       for (int64_t k = 0; k < kK; ++k) {
         const int64_t i = (n * kK + k) / group;
-        const double scale = Scale(of.format, scales.data(), i) * (global ? 0.75 : 1), element = Element(of.format, values[(n * kK + k) / 2] >> 4 * (k % 2) & 15);
+        const double scale = Scale(of.format, scales.data(), i) * (global ? 0.75 : 1),
+                     element = Element(of.format, values[(n * kK + k) / 2] >> 4 * (k % 2) & 15);
         sum += x[m * kK + k] * (element - zeros[i]) * scale;
         bound += std::abs(x[m * kK + k]) * (std::abs(element) + std::abs(zeros[i])) * scale;
       }

@@ -1,4 +1,5 @@
-// For ThreadSanitizer, which Python and XLA would drown in reports: the sharing of work and the kernels, on a pool here.
+// For ThreadSanitizer, which Python and XLA would drown in reports: the sharing of work and the kernels, on a pool
+// here.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -47,8 +48,8 @@ std::vector<float> Compute(const jmx::InstructionSet& kernel, int helpers, int m
     char* scratch = static_cast<char*>(::operator new(microkernel.scratch_bytes(kK), line));
     const int64_t n = i * kWidth, columns = (end - i) * kWidth;
     const char* of = reinterpret_cast<const char*>(&scales[n * kK / jmx::kBlock]);
-    microkernel.run({reinterpret_cast<const char*>(x.data()), nullptr, &values[n * kK / 2], of, nullptr, nullptr, &bias[n], &out[n], kRows, columns, kK,
-             jmx::kBlock, kColumns, scratch});
+    microkernel.run({reinterpret_cast<const char*>(x.data()), nullptr, &values[n * kK / 2], of, nullptr, nullptr,
+                     &bias[n], &out[n], kRows, columns, kK, jmx::kBlock, kColumns, scratch});
     ::operator delete(scratch, line);
   });
   return out;  // before the pool's late ones are through

@@ -225,6 +225,9 @@ inline float LoadOf(u32 cta, const float* at) {
 inline uint4 LoadEarly(const void* from) { return __ldcg(static_cast<const uint4*>(from)); }
 inline float LoadEarly(const float* from) { return *from; }
 inline Bf16 LoadEarly(const Bf16* from) { return *from; }
+inline float2 LoadPair(const float* from) { return {from[0], from[1]}; }
+inline u32 LoadPair(const Bf16* from) { return from[0] | static_cast<u32>(from[1]) << 16; }
+inline void StorePair(Bf16* to, u32 pair) { to[0] = static_cast<Bf16>(pair), to[1] = static_cast<Bf16>(pair >> 16); }
 inline float Wide(Bf16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 inline float Low(u32 v) { return __uint_as_float(v << 16); }
 inline float High(u32 v) { return __uint_as_float(v & 0xffff0000u); }

@@ -1,9 +1,9 @@
-"""The registers of a persistent kernel's warpgroups, in its machine code and in what its compiler reports."""
+"""What the machine code of every persistent kernel shows: its warpgroups' registers, and when stages are released."""
 
 import re
 
 import aot
-from sass import parse, register_limits
+from sass import early_releases, parse, register_limits
 
 from jmx.pallas.sm90.config import BaseConfig
 
@@ -20,3 +20,13 @@ def assert_registers(kernel: aot.Kernel, config: BaseConfig) -> None:
     launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (config.num_warpgroups + 1)
     assert config.num_warpgroups * compute + fetch <= launched
     assert launched * WARPGROUP <= 65536
+
+
+def assert_stages_are_released_late(kernel: aot.Kernel, config: BaseConfig, *, resident_rows: bool = False) -> None:
+    """Each once all that a thread has loaded from it is there.
+
+    Where partial sums or the scales of resident rows are loaded, too, only matrices are looked at: no copy by TMA waits
+    for the arrivals behind those.
+    """
+    loads = "LDSM" if config.warpgroups_k > 1 or resident_rows else "LDS"
+    assert early_releases(parse(kernel.sass), loads) == []

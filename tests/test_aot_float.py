@@ -7,7 +7,7 @@ import aot
 import jax
 import jax.numpy as jnp
 import pytest
-from registers import assert_registers
+from registers import assert_registers, assert_stages_are_released_late
 from sass import hazards, is_wgmma, parse
 
 import jmx
@@ -35,6 +35,7 @@ def assert_sound(kernel: aot.Kernel, config: Config | FittedConfig, products: in
     assert sum(map(is_wgmma, program)) == products
     assert hazards(program) == []
     assert_registers(kernel, config)
+    assert_stages_are_released_late(kernel, config)
 
 
 @pytest.mark.aot

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from memory import abstract_step, temporary_bytes
-from registers import assert_registers
-from sass import early_releases, hazards, parse
+from registers import assert_registers, assert_stages_are_released_late
+from sass import hazards, parse
 
 import jmx
 from jmx import Environment, Experts, Routing, lora
@@ -236,7 +236,7 @@ def assert_sound(
         >= 4 * num_products * config.k_tiles
     )
     assert hazards(program) == []
-    assert early_releases(program) == []
+    assert_stages_are_released_late(kernel, config)
     assert_registers(kernel, config)
 
 

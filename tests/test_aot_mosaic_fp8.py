@@ -7,6 +7,7 @@ import aot
 import jax
 import jax.numpy as jnp
 import pytest
+from registers import assert_stages_are_released_late
 from sass import hazards, parse, register_limits
 
 import jmx
@@ -80,6 +81,7 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
         limits = register_limits(program)
         assert all(used <= limit for limit, used in limits), limits
         assert max(limits)[0] == config.registers
+        assert_stages_are_released_late(kernel, config, resident_rows=config.resident_rows)
 
 
 @pytest.mark.aot

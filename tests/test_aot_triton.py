@@ -114,9 +114,10 @@ def compile_soundly(device, config, directory, function, *arguments):
         compiled, kernels = aot.triton_kernels(device, directory, "jmx_grouped_product", function, *arguments)
     assert len(kernels) == 2 * len(config.tiles)
     for kernel in kernels:
-        assert kernel.shared_memory <= config.shared_memory, (config, kernel[:3])
-        assert kernel.spilled <= SPILLED, (config, kernel[:3])
-        assert_decoded_where_multiplied(config, kernel.ptx, format, scales.dtype)
+        (tile,) = (each for each in config.tiles if f"_{each.block_m}x" in kernel.binary.name)
+        assert kernel.shared_memory <= tile.shared_memory, (tile, kernel[:3])
+        assert kernel.spilled <= SPILLED, (tile, kernel[:3])
+        assert_decoded_where_multiplied(tile, kernel.ptx, format, scales.dtype)
     return compiled
 
 

@@ -303,6 +303,7 @@ def assert_sound(kernel: aot.Kernel) -> None:
     assert kernel.shared_memory <= SHARED_MEMORY
     program = sass.parse(kernel.sass)
     assert sass.hazards(program) == []
+    assert sass.early_releases(program) == []
     limits = sass.register_limits(program)
     assert all(used <= limit for limit, used in limits), limits
 

@@ -137,33 +137,44 @@ def test_a_file_that_cannot_grow_leaves_nothing(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-CONFIGS = {
-    "peft_type": ("VERA", "`peft_type` (='VERA') must be 'LORA'"),
-    "r": (0, "`r` (=0) must be an integer of at least 1"),
-    "rank_pattern": ({"x": 2.0}, "`rank_pattern.x` (=2.0) must be an integer of at least 1"),
-    "target_modules": ("(", "`target_modules` (='(') must be a regular expression"),
-    "target_parameters": ([1], "`target_parameters` (=[1]) must be a list of names"),
-    "layers_to_transform": (["0"], "`layers_to_transform` (=['0']) must be integers, or null"),
-    "lora_alpha": ("6", "`lora_alpha` (='6') must be a number"),
-    "bias": ("all", "`bias` (='all') must be 'none'"),
-    "use_dora": (True, "`use_dora` (=True) must be null"),
-    "modules_to_save": (["lm_head"], "`modules_to_save` (=['lm_head']) must be null"),
-    "use_rslora": (1, "`use_rslora` (=1) must be true or false"),
-    "alpha_pattern": ({"x": None}, "`alpha_pattern.x` (=None) must be a number"),
-    "novel_config": ({"x": 1}, "`novel_config`"),
-}
+CONFIGS = [
+    ("peft_type", "VERA", "`peft_type` (='VERA') must be 'LORA'"),
+    ("r", 0, "`r` (=0) must be an integer of at least 1"),
+    ("rank_pattern", {"x": 2.0}, "`rank_pattern.x` (=2.0) must be an integer of at least 1"),
+    ("target_modules", "(", "`target_modules` (='(') must be a regular expression"),
+    ("target_parameters", [1], "`target_parameters` (=[1]) must be a list of names"),
+    ("layers_to_transform", ["0"], "`layers_to_transform` (=['0']) must be integers, or null"),
+    ("lora_alpha", "6", "`lora_alpha` (='6') must be a finite number"),
+    ("lora_alpha", float("nan"), "`lora_alpha` (=nan) must be a finite number"),
+    ("lora_alpha", 10**400, "must be a finite number"),
+    ("bias", "all", "`bias` (='all') must be 'none'"),
+    ("use_dora", True, "`use_dora` (=True) must be null"),
+    ("modules_to_save", ["lm_head"], "`modules_to_save` (=['lm_head']) must be null"),
+    ("use_rslora", 1, "`use_rslora` (=1) must be true or false"),
+    ("alpha_pattern", {"x": None}, "`alpha_pattern.x` (=None) must be a finite number"),
+    ("novel_config", {"x": 1}, "`novel_config`"),
+]
 
 
-@pytest.mark.parametrize("key", CONFIGS)
-def test_configs_that_jmx_cannot_read_are_named(key, tmp_path):
+@pytest.mark.parametrize(("key", "value", "message"), CONFIGS)
+def test_configs_that_jmx_cannot_read_are_named(key, value, message, tmp_path):
     shutil.copytree(DATA / "gpt_oss", tmp_path / "copy")
     file = tmp_path / "copy" / "adapter_config.json"
-    value, message = CONFIGS[key]
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(CheckpointError) as caught:
         peft.load(tmp_path / "copy", experts_of("interleaved"))
     assert message in str(caught.value)
     assert "adapter_config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "module", ["experts", "layers.{layer}.{x}", "layers.{layer}.{", "layers.{layer}", "{layer:x}.experts"]
+)
+def test_names_of_modules_have_a_place_for_the_layer_and_no_other(module, tmp_path):
+    experts = experts_of("interleaved")
+    found = peft.load(DATA / "gpt_oss", experts)
+    with pytest.raises(ValueError, match=r"`module` \(='.*'\) must have '\{layer\}\.'"):
+        peft.save(tmp_path / "new", found, experts, module=module)
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors", ""])

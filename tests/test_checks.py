@@ -35,6 +35,11 @@ def test_numbers_become_pythons_own(value):
     assert jmx.SwiGLU(alpha=value) == jmx.SwiGLU(alpha=2)
 
 
+def test_a_number_above_all_floats_is_not_finite():
+    with pytest.raises(ValueError, match=r"`alpha` \(=inf\) must be finite"):
+        checks.check_finite("alpha", 10**400)
+
+
 def test_flags_may_be_numpys():
     assert checks.check_bool("approximate", np.bool_(True)) is True
 

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import jax
 import numpy as np
@@ -59,7 +61,13 @@ def test_version_and_help(jmx):
     [
         (["--compilation-cache", "x"], ["a COMMAND is required"]),
         (["explan"], ["'explan'", "'explain'"]),
-        (["explain", *SIZES, "--hiden", "3"], ["--hiden"]),
+        (["explain", *SIZES, "--hiden", "3"], ["--hiden 3; did you mean --hidden? (see `jmx explain --help`)"]),
+        (
+            ["generate", "a", "b", "--max-tokens=5"],
+            ["--max-tokens=5; did you mean --max-new-tokens? (see `jmx generate --help`)"],
+        ),
+        (["doctor", "x"], ["unrecognized arguments: x (see `jmx doctor --help`)"]),
+        (["--quick", "doctor"], ["unrecognized arguments: --quick (see `jmx --help`)"]),
         (["explain", *SIZES, "--tokens", "1,x"], ["'1,x' must be whole numbers"]),
         (["explain", *SIZES, "--tokens", "0"], ["`--tokens` (=0) must be at least 1"]),
         (["explain"], ["--hidden, --intermediate, --experts, --top-k", "--checkpoint"]),
@@ -362,7 +370,31 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):
     code, out, _ = jmx("doctor")
     assert code == 1
     assert "not built: no kernels here; run `make kernels`" in out
-    assert "pip install 'jmx-moe[hf]'" in out
+    assert "without tokenizers: pip install 'jmx-moe[hf]'" in out
+
+
+def test_doctor_looks_for_what_pyproject_names():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements):
+        return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}  # pyright: ignore
+
+    assert names(project["dependencies"]) <= {*doctor.NEEDED}
+    of_extras = project["optional-dependencies"]
+    assert {extra: {*its} for extra, (_, its) in doctor.EXTRAS.items()} == {
+        extra: names(of_extras[extra]) for extra in doctor.EXTRAS
+    }
+
+
+@pytest.mark.parametrize("name", ["jax", "scipy", "uvicorn"])
+def test_doctor_names_the_distribution_to_install(name, monkeypatch):
+    versions = doctor._version_of
+    monkeypatch.setattr(doctor, "_version_of", lambda its: None if its == name else versions(its))
+    found = doctor.examine()
+    assert found["healthy"] == (name == "uvicorn")
+    of_name = [line for line in found["advice"] if name in line]
+    assert len(of_name) == 1
+    assert re.search(r"pip install ('jmx-moe\[serve\]'|jmx-moe)$", of_name[0])
 
 
 def test_convert_there_and_back_gives_the_same_experts(jmx, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from jmx import cli
 from jmx.cli import prompts
-from jmx.cli.generate import PUBLISHED
+from jmx.cli.random_model import PUBLISHED
 from jmx.models import FAMILIES
 
 LINES = "one\n two \nthree\n"

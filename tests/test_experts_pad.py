@@ -109,6 +109,23 @@ def test_floats_that_blocks_do_not_divide_are_padded_on_request(key, rng):
     assert np.linalg.norm(run(experts) - want) < TOLERANCE["float32"] * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize(
+    ("gate_up", "down", "message"),
+    [
+        ((2, 10, 20), (2, 20, 4), r"`gate_up` \(logical shape \(2, 10, 20\)\) must have 8 rows"),
+        ((2, 9, 20), (2, 20, 4), r"`gate_up` \(logical shape \(2, 9, 20\)\) must have 8 rows"),
+        ((2, 8, 20), (2, 24, 4), r"`down` \(logical shape \(2, 24, 4\)\) must be \(E, H, I\) with E, H = \(2, 20\)"),
+        ((2, 8, 20), (3, 20, 4), r"`down` \(logical shape \(3, 20, 4\)\) must be"),
+        ((2, 8, 0), (2, 0, 4), "must have no axis of size 0"),
+    ],
+)
+@pytest.mark.parametrize("order", ["concatenated", "interleaved"])
+def test_padding_hides_no_weights_that_do_not_fit_each_other(gate_up, down, order, message, rng):
+    floats = [rng.standard_normal(shape).astype(np.float32) for shape in (gate_up, down)]
+    with pytest.raises(ValueError, match=message):
+        Experts.quantize(*floats, gate_up_order=order, format="mxfp4", pad=True)
+
+
 def test_a_module_and_its_router_see_the_true_sizes(key, rng):
     experts = Experts.random(key, 4, H, I, gate_up_order="interleaved", format="mxfp4", bias=False)
     sizes = {"format": "mxfp4", "gate_up_order": "interleaved", "rngs": nnx.Rngs(0)}

@@ -1,5 +1,6 @@
 """Compiled libraries: the jax that they are built for, and what happens where one does not load."""
 
+import json
 import os
 import pathlib
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from importlib import metadata
 
 import jax
 import pytest
@@ -35,6 +37,59 @@ def test_libraries_are_built_with_the_headers_of_the_oldest_jax():
     ((operator, pinned),) = specifiers(PROJECT["build-system"]["requires"], "jax")
     assert operator == "=="
     assert (">=", pinned) in specifiers(PROJECT["project"]["dependencies"], "jax")
+
+
+# Being there
+
+FFI = ROOT / "jmx" / "ffi"
+BUILT_BY_PIP = sorted({source.parts[-3] for source in FFI.glob("*/src/*.cc")})
+
+
+def sources(name):
+    """The files of which a library is compiled."""
+    found, todo = set(), [*(FFI / name / "src").glob("*.cc")]
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            folders = path.parent, FFI / "include"
+            names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+            todo += [folder / its for its in names for folder in folders if (folder / its).exists()]
+    return found
+
+
+def builds_here(tmp_path):
+    """Whether pip has installed this clone, in place, and could compile C++."""
+    try:
+        origin = json.loads(metadata.distribution("jmx-moe").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return False
+    here = origin.get("dir_info", {}).get("editable") and origin["url"] == ROOT.as_uri()
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+    if not here or compiler is None:
+        return False
+    (tmp_path / "empty.cc").write_text("#include <bit>\nint main() { return std::popcount(0u); }\n")
+    command = [compiler, "-std=c++20", "-fsyntax-only", tmp_path / "empty.cc"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.every_case
+@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have fewer")
+@pytest.mark.parametrize("name", BUILT_BY_PIP)
+def test_pip_has_built_each_library_of_its_present_sources(name, tmp_path):
+    """One that does not compile is left out without a word, and tests then skip it, or use an old one."""
+    if not builds_here(tmp_path):
+        pytest.skip("needs jmx installed from this clone, by `pip install -e .`, and a C++20 compiler")
+    library = FFI / name / f"libjmx_{name}.so"
+    assert library.exists(), "its build has failed: `pip install -e . -v` shows why"
+    newer = [path.name for path in sources(name) if path.stat().st_mtime > library.stat().st_mtime]
+    assert newer == [], f"newer than {library.name}: `pip install -e .` builds it again"
+
+
+def test_cmake_builds_a_library_of_each_folder_with_sources():
+    text = (ROOT / "cmake" / "CMakeLists.txt").read_text()
+    (others,) = set(re.findall(r"foreach\(name ([\w ]+)\)", text))
+    assert sorted([*re.findall(r"add_library\(jmx_(\w+) MODULE", text), *others.split()]) == BUILT_BY_PIP
 
 
 # Not loading

@@ -32,9 +32,12 @@ def test_ranks_that_a_token_reaches(ranks: int, groups: int, top_groups: int) ->
 
 
 def test_costs() -> None:
-    its = plan(MODELS["gpt-oss-120b"], 8, 1024, rows=False, link_gb_s=100, latency_us=5)
+    its = plan(MODELS["gpt-oss-120b"], 8, 1024, "gather", link_gb_s=100, latency_us=5)
     assert its.sent == 2 * 1024 * 2880 * 2 * 7
     assert np.isclose(its.exchange_us, its.sent / 1e5 + 2 * 5)
-    coded = plan(MODELS["deepseek-v3"], 8, 1024, rows=False, link_gb_s=100, latency_us=5, fp8=True)
+    coded = plan(MODELS["deepseek-v3"], 8, 1024, "gather", link_gb_s=100, latency_us=5, fp8=True)
     assert coded.sent == 1024 * (7168 * 3 + 2 * 56) * 7
+    for tokens, copies in ((64, 7), (1024, remote_ranks(MODELS["gpt-oss-120b"], 8))):
+        needed = plan(MODELS["gpt-oss-120b"], 8, tokens, "peer", link_gb_s=100, latency_us=5)
+        assert np.isclose(needed.sent, 2 * tokens * 2880 * 2 * copies)
     assert np.isclose(Plan(0, 50, 100).efficiency, 2 / 3)

@@ -380,6 +380,7 @@ ROPE = DEEPSEEK_V3["rope_scaling"]
         ({"rope_theta": 1}, "`rope_theta` (=1.0) must be above 1 for YaRN"),
         ({"rope_scaling": ROPE | {"type": "linear"}}, "rope_scaling.type` (='linear') must be one of ['default', 'y"),
         ({"rope_scaling": ROPE | {"factor": 0}}, "rope_scaling.factor` (=0) must be a positive number"),
+        ({"rope_scaling": ROPE | {"beta_fast": 10**400}}, "must be a positive number"),  # above all floats
         ({"rope_scaling": ROPE | {"mscale": None}}, "must have both of ('mscale', 'mscale_all_dim'), or neither"),
         ({"rope_scaling": ROPE | {"mscale_all_dim": 0}}, "mscale_all_dim` (=0) must be a positive number"),
         ({"rope_scaling": ROPE | {"attention_factor": 2.0}}, "attention_factor` (=2.0) must be one of [None]"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from backend_cases import (
     ACTIVATIONS,
+    GPT_OSS,
     IDS,
     NEITHER,
     Case,
@@ -22,6 +23,7 @@ from backend_cases import (
     draw_routing,
     draw_weights,
     draw_x,
+    poison_memory,
     reference,
     suited,
 )
@@ -41,9 +43,12 @@ from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8, multiplies
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.decode import int4_slices
 from jmx.pallas.mosaic_sm90_fp8.elements import E2M1_EXPONENT, elements_of
+from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, magnitudes, unit_bytes
 from jmx.pallas.sm90.config import SHARED_MEMORY
+from jmx.pallas.sm90.gemm import Rows
 from jmx.selection import tuning
+from jmx.selection.problem import Problem
 
 HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
@@ -527,6 +532,32 @@ def test_many_columns_are_added_up_in_float32():
     assert not heuristic(shape_of(8192, "fp8_channel")).own_sums
 
 
+@pytest.mark.parametrize(
+    ("format", "input_format", "tokens", "whole"),
+    [
+        ("int4_g128", "fp8_token", 8192, True),
+        ("int4_g256", "int8_token", 8192, True),
+        ("int8_g256", "int8_token", 8192, False),
+        ("int4_g128", "fp8_token", 1024, False),  # an expert has one block
+        ("int4_channel", "int8_token", 8192, False),
+        ("fp8_block", "fp8_token", 8192, False),
+        ("fp8_block", "fp8_block", 8192, True),  # tokens are operand A
+    ],
+)
+def test_large_blocks_of_int4_in_groups_are_whole_but_the_last(format, input_format, tokens, whole):
+    sizes = {"num_tokens": tokens, "hidden_size": 3072, "intermediate_size": 3072, "num_experts": 32, "top_k": 4}
+    problem = dataclasses.replace(PROBLEM, **sizes, format=format, input_format=input_format)
+    assert MosaicSm90Fp8().tiling(problem, HOPPER).whole == whole
+
+
+def test_tiles_of_padding_are_none_of_a_product():
+    experts = jax.eval_shape(lambda: Experts.random(jax.random.key(0), 2, 384, 256, gate_up_order="interleaved"))
+    weight = jax.eval_shape(lambda q: LAYOUT.forward(q, experts.spec("gate_up")), experts.gate_up)
+    for computed, tiles, outputs in ((None, 8, 256), (256, 8, 256), (224, 7, 256), (200, 7, 256), (128, 4, 128)):
+        product = Product(weight, MXFP4, None, Rows(512, "interleaved", computed), jnp.bfloat16)
+        assert (product.m_tiles, product.rows.num_outputs, product.rows.outputs) == (tiles, outputs, 256)
+
+
 def test_integers_are_added_up_exactly_whatever_the_tokens():
     for tokens, name in itertools.product((1, 4, 8, 16, 64, 256, 1024, 8192), ("int4_channel", "int8_channel")):
         shape = shape_of(tokens, name, "int8_token")
@@ -599,7 +630,7 @@ def allowed(config, format, input_format):
     if input_format == "fp8_tensor":
         config = dataclasses.replace(config, fuse_quantize=False, resident_rows=False)
     if elements.exact:
-        rows = config.block_n if config.block_n <= 32 else -(-config.block_n // 16) * 16
+        rows = config.block_n if config.block_n <= 32 else config.block_n // 16 * 16
         config = dataclasses.replace(config, block_n=rows, own_sums=not by_block)
     if elements.decoded and by_block:
         config = dataclasses.replace(config, block_n=min(config.block_n, 192), own_sums=False)
@@ -951,3 +982,42 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
         finite = np.repeat(np.isfinite(expected), columns // scales.shape[1], axis=1)
         wanted = wanted._replace(values=wanted.values[rows])
         np.testing.assert_array_equal(bits(found, finite)[there], bits(wanted, finite)[there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(328, 200), (132, 260)])  # the last are padded: no multiples of 8
+@pytest.mark.parametrize(
+    ("format", "input_format"),
+    [
+        ("int4_g128", "fp8_token"),
+        ("int4_g128", "fp8_tensor"),
+        ("int4_g256", "int8_token"),
+        ("int8_g128", "int8_token"),
+        ("mxfp4", "fp8_token"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 5, 40, 600])
+def test_padding_changes_no_bit(tokens, format, input_format, sizes, rng):
+    """Padding is computed only if it is passed as if it were weights."""
+    block = 32 if format == "mxfp4" else 2
+    hidden, intermediate = (-(-size // block) * block for size in sizes)
+    experts = Experts.random(
+        jax.random.key(rng.integers(2**31)), 8, hidden, intermediate, gate_up_order="interleaved", format=format
+    )
+    experts = experts.pad(*(-(-size // 256) * 256 for size in sizes)).with_inputs(input_format)
+    x = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
+    wide = jnp.pad(x, ((0, 0), (0, experts.array_sizes[0] - hidden)))
+    ids = np.argsort(rng.random((tokens, 8)))[:, :2].astype(np.int32)
+    routing = Routing(ids, rng.uniform(0.1, 1, (tokens, 2)).astype(np.float32))
+
+    def layer(x: Any, experts: Experts, backend: str) -> np.ndarray:
+        poison_memory()
+        return np.asarray(jmx.moe(x, routing, experts, activation=GPT_OSS, backend=backend), np.float32)
+
+    prepared = experts.prepare(LAYOUT.name)
+    found = layer(x, prepared, "mosaic_fp8")
+    config = tuning.config(MosaicSm90Fp8(), Problem.of(x, 2, prepared, GPT_OSS), HOPPER).config
+    with tuning.override("mosaic_fp8", config):  # on which the order of sums depends
+        np.testing.assert_array_equal(found, layer(wide, prepared.as_padded(), "mosaic_fp8")[:, :hidden])
+    case = Case(tokens, hidden, intermediate, dtype="bfloat16", format=format, input_format=input_format)
+    assert_agrees("mosaic_fp8", case, found, layer(x, experts, "xla"))

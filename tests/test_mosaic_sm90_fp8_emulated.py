@@ -47,7 +47,7 @@ def quantized(rows: InputRows) -> InputRows:
     places = np.arange(len(x))[:, None] if rows.row_of is None else np.asarray(rows.row_of)
     for row, its in enumerate(places):
         for place in its[its >= 0]:
-            values[place] = 0
+            values[place] = 0  # of padding, too
             values[place, : rows.columns] = np.asarray(q.values)[row]
             all_scales[place] = scales[row]
     return rows.with_quantized(values, all_scales if rows.by_block else all_scales[:, 0])
@@ -63,7 +63,8 @@ def products(given: Sequence[Product], blocks: Blocks, *, config: Any, num_rows:
         rows = rows if rows.quantized else quantized(rows)
         out = np.full((product.split_k * num_rows, product.rows.num_outputs), UNDEFINED, np.float32)
         role = "down" if product.rows.gate_up_order is None else "gate_up"
-        spec = WeightSpec(role, (product.rows.num_rows, rows.columns), product.rows.gate_up_order, product.format)
+        columns = max(rows.columns, rows.at_least)
+        spec = WeightSpec(role, (product.rows.num_rows, columns), product.rows.gate_up_order, product.format)
         weight = np.asarray(dequantize(formats.pack(LAYOUT.inverse(product.weight, spec)), jnp.float32, product.format))
         starts = blocks.out_rows if product.inputs_are_results else blocks.x_rows
         number = int(np.max(blocks.num_blocks))
@@ -71,7 +72,7 @@ def products(given: Sequence[Product], blocks: Blocks, *, config: Any, num_rows:
             count, expert = int(blocks.count_of(block)), int(blocks.experts[block])
             first, to = (int(blocks.first_row(its, block)) for its in (starts, blocks.out_rows))
             scales = np.asarray(rows.scales)[first : first + count].reshape(count, -1)
-            q = QuantizedInputs(np.asarray(rows.values)[first : first + count, : rows.columns], scales)
+            q = QuantizedInputs(np.asarray(rows.values)[first : first + count, :columns], scales)
             by_row = input_formats.FP8_BLOCK if rows.by_block else input_formats.FP8_TOKEN
             by_row = input_formats.INT8_TOKEN if rows.format == input_formats.INT8_TOKEN else by_row
             y = np.asarray(input_formats.dequantize(q, by_row)) @ weight[expert].T
@@ -79,7 +80,9 @@ def products(given: Sequence[Product], blocks: Blocks, *, config: Any, num_rows:
             if product.activation is not None:
                 y = product.activation(*split_gate_up(jnp.asarray(y), str(product.rows.gate_up_order)))
             for part in range(product.split_k):
-                out[part * num_rows + to : part * num_rows + to + count, : product.rows.outputs] = 0 if part else y
+                computed = product.rows.computed or product.rows.outputs
+                its = out[part * num_rows + to : part * num_rows + to + count, :computed]
+                its[...] = 0 if part else np.asarray(y)[:, :computed]
         out = jnp.asarray(out).astype(product.dtype)
     return out
 
@@ -113,4 +116,24 @@ def test_the_layer_is_the_reference(format, inputs, weights_on, tokens, rng):
     problem = Problem.of(given, 3, experts, case.activation, weights_on, inputs)
     assert MosaicSm90Fp8().supports(problem, H200) is None
     y = MosaicSm90Fp8().apply(problem, given, own, experts, H200)
+    assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.parametrize("tokens", [2, 60])
+@pytest.mark.parametrize(
+    ("format", "inputs", "sizes"),
+    [
+        ("int4_g128", "fp8_token", {"hidden": 200, "intermediate": 72}),
+        ("int4_g128", "fp8_tensor", {"hidden": 72, "intermediate": 200}),
+        ("int8_channel", "int8_token", {"hidden": 132, "intermediate": 72}),  # 132 columns are padded: no eights
+    ],
+)
+def test_padding_is_neither_read_nor_computed(format, inputs, sizes, tokens, rng):
+    case = Case(tokens=tokens, num_experts=5, top_k=3, dtype="bfloat16", format=format, input_format=inputs, **sizes)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case).pad(384, 256).with_inputs(inputs).prepare(LAYOUT.name)
+    given, own = jnp.asarray(x), jmx.Routing(jnp.asarray(routing.expert_ids), jnp.asarray(routing.weights))
+    problem = Problem.of(given, 3, experts, case.activation, "output", inputs)
+    y = MosaicSm90Fp8().apply(problem, given, own, experts, H200)
+    assert y.shape == x.shape
     assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))

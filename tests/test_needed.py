@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from model_steps import relative_error
 
 import jmx
-from jmx.ffi.peer import needed
+from jmx.backends import register_handlers
+from jmx.ffi import nvrtc
+from jmx.ffi.peer import library, needed
 from jmx.ffi.peer.needed import Chosen
 from jmx.parallel import needed as exchange
 from jmx.parallel import peer
@@ -106,8 +109,6 @@ def call_of(num_tokens: int, num_ranks: int, **options: Any) -> Call:
 
 
 def test_rows_are_left_out_where_many_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not exchange.applies(call_of(1024, 4, logit_bytes=512))  # nothing is left out by default yet
-    monkeypatch.setattr(exchange, "MOST_SHARE", 0.85)
     assert exchange.applies(call_of(1024, 4, logit_bytes=512))
     assert exchange.applies(call_of(1024, 8))
     assert not exchange.applies(call_of(1024, 2))  # which need 94% of them
@@ -129,6 +130,22 @@ def test_which_routing_tells_the_ranks() -> None:
     assert not exchange.names_ranks(jmx.Logits(values, SigmoidTopK(2, renormalize=True), values[0]))
     assert not exchange.names_ranks(jmx.Logits(values, GroupedTopK(2, 4, 2, "softmax", True)))
     assert not exchange.names_ranks(jmx.Logits(values.astype(jnp.bfloat16), TopKSoftmax(2)))
+
+
+def test_the_kernels_are_compiled_once_for_programs_that_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that another process has compiled is not lowered here."""
+    given: list[bytes] = []
+    loaded: Any = SimpleNamespace(jmx_peer_set_needed_image=lambda image, size: given.append(image.value[: size.value]))
+    monkeypatch.setattr(library, "library", lambda: library.Library(loaded=loaded))
+    monkeypatch.setattr(nvrtc, "architecture", lambda: "sm_90")
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda folder, headers, arch, source: f"{arch} {source}".encode())
+    library.compile_needed.cache_clear()
+    register_handlers([library.GATHER])
+    assert not given
+    register_handlers([library.GATHER_NEEDED, library.SCATTER_NEEDED])
+    register_handlers([library.SCATTER_NEEDED])
+    assert given == [b"sm_90 needed.cu"]
+    library.compile_needed.cache_clear()
 
 
 def layer(x: Any, logits: Any, experts: Any, split: jmx.Split | None = None) -> jax.Array:

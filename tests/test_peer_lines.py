@@ -39,7 +39,7 @@ def test_ranks_that_are_late_get_the_lines_of_their_call(num_ranks: int, tmp_pat
 
 def test_which_rows_can_be_lines() -> None:
     constants = dict(re.findall(r"(\w+) = (.*);", (SOURCES / "lines.h").read_text()))
-    assert constants["kLineData"].split(";")[0] == str(collectives.LINE_BYTES)
+    assert constants["kLineUnit"].split(";")[0] == str(collectives.LINE_BYTES)
     assert constants["kMostLineData"] == f"{collectives.MOST_LINE_BYTES >> 10} << 10"
     region = (SOURCES / "region.h").read_text()
     ways = re.findall(r"enum class Way : long long \{ (.*) \};", region)[0].split(", ")
@@ -47,7 +47,7 @@ def test_which_rows_can_be_lines() -> None:
     assert collectives.can_be_lines([2880 * 2, 16, 16])
     assert collectives.can_be_lines([collectives.MOST_LINE_BYTES])
     assert not collectives.can_be_lines([collectives.MOST_LINE_BYTES - 8, 16])
-    assert not collectives.can_be_lines([64, 12])
+    assert not collectives.can_be_lines([64, 10])
 
 
 def call_of(num_tokens: int, **options: Any) -> Call:
@@ -71,31 +71,28 @@ def test_few_rows_are_lines_unless_another_exchange_is_asked_for(num_tokens: int
 
 @pytest.mark.usefixtures("peer_by_collectives")
 def test_rows_that_cannot_be_lines_are_refused() -> None:
-    rule = "264960 bytes of a device's tokens and twice 736 of their routing must be multiples of 8, and at most 262144"
+    rule = "264960 bytes of a device's tokens and twice 736 of their routing must be multiples of 4, and at most"
     with pytest.raises(ValueError, match=rule):
         choose(call_of(46), "peer_lines")
-    odd = Call(("ep",), 2, 1, 1, 2880, 2, True, 128, 64)  # 4 bytes of ids
-    assert "twice 4 of their routing" in choose(odd).reasons["peer_lines"]
+    odd = Call(("ep",), 2, 1, 1, 2881, 2, True, 128, 64)
+    assert "5762 bytes of a device's tokens" in choose(odd).reasons["peer_lines"]
     assert choose(odd).exchange.name == "peer"
 
 
 @pytest.mark.aot
 def test_the_kernels_compile_for_hopper() -> None:
+    lines = ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines")
+    arrays = ("gather_arrays_16", "reduce_bf16_arrays_16", "reduce_f16_arrays_2", "reduce_f32_arrays_4")
     try:
         image = nvrtc.compile_kernels(library.FOLDER / "src", library.HEADERS, "sm_90")
     except OSError as e:
         pytest.skip(f"needs NVRTC, which the `aot` extra installs: {e}")
-    names = ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16")
-    for name in (
-        *names,
-        "gather_arrays_16",
-        "reduce_bf16_arrays_16",
-        "reduce_f16_arrays_2",
-        "reduce_f32_arrays_4",
-        "gather_needed",
-        "reduce_bf16_needed",
-    ):
+    for name in (*lines, *arrays, "gather_16"):
         assert name.encode() in image
+    assert b"needed" not in image
+    image = nvrtc.compile_kernels(library.FOLDER / "src", library.HEADERS, "sm_90", "needed.cu")
+    for name in ("gather", "reduce_bf16", "reduce_f16", "reduce_f32"):
+        assert f"{name}_needed".encode() in image
 
 
 def _call(x: Any, logits: Any, experts: Any, exchange: str) -> jax.Array:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model_steps import relative_error
 
 import jmx
+from jmx import backends
 from jmx.checkpoint.gpt_oss import read_config
 from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING
-from jmx.models import ProgramStore, Runner, Sampler, from_source, random_source
+from jmx.models import ProgramStore, Runner, Sampler, from_source, program_store, random_source
 from jmx.models.programs import Program
 from jmx.models.runner import CHUNK
 
@@ -159,6 +161,37 @@ def test_what_a_program_depends_on_is_in_its_name(store: ProgramStore) -> None:
     with jmx.use_backend("xla"):
         program(store)(WEIGHTS, *arguments())
     assert len(files(store)) == 6
+
+
+def test_only_handlers_that_a_kept_program_calls_are_registered(
+    store: ProgramStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def factored(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.linalg.cholesky(x) @ weights[0]
+
+    wanted: list[set[str]] = []
+    monkeypatch.setattr(program_store, "register_handlers", wanted.append)
+    for function in (factored, scaled):
+        given = (jnp.eye(3),) if function is factored else arguments()
+        for _ in range(2):
+            kept = Program(function, WEIGHTS, identity=function.__name__, store=store)
+            jax.block_until_ready(kept.compiled(*given)(WEIGHTS, *given))
+    of_factored, of_scaled = wanted
+    assert any("potrf" in name or "Cholesky" in name for name in of_factored)
+    assert not any("potrf" in name or "Cholesky" in name for name in of_scaled)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cutlass", "one_token", "peer"])
+def test_a_library_is_loaded_for_its_own_targets_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {its: getattr(backends, f"{its}_library") for its in ("cpu", "cutlass", "one_token", "peer")}
+    loaded: list[str] = []
+    for its, module in modules.items():
+        monkeypatch.setattr(module, "library", partial(loaded.append, its))
+    backends.register_handlers({"another"})
+    assert not loaded
+    for target in modules[name].TARGETS:
+        backends.register_handlers({"another", target})
+    assert loaded == [name] * len(modules[name].TARGETS)
 
 
 @pytest.fixture

@@ -384,6 +384,18 @@ def test_orbax_keeps_master_weights(rng, tmp_path):
     assert_equal(jmx.checkpoint.orbax.restore(tmp_path / "saved", like).held, layer.held)
 
 
+def test_a_layer_of_shapes_is_explained_as_one_of_arrays():
+    def make():
+        return jmx.nnx.MoE(H, I, E, K, bias=True, qat=QAT(), rngs=nnx.Rngs(0))
+
+    x = jax.ShapeDtypeStruct((T, H), jnp.float32)
+    layer, shapes = make(), nnx.eval_shape(make)
+    assert shapes.problem(x) == layer.problem(x)
+    assert jmx.explain(shapes, x).chosen == jmx.explain(layer, x).chosen
+    with pytest.raises(TypeError, match=r"`experts` \(a ShapeDtypeStruct .*\) must have values"):
+        shapes.held.quantize()
+
+
 # Errors
 
 

@@ -1,7 +1,7 @@
 """The reader of SASS, on a few lines by hand: a warpgroup's product loop, whose A operand is dequantized each time."""
 
 import pytest
-from sass import hazards, is_wgmma, parse, register_limits
+from sass import Control, early_releases, hazards, is_wgmma, parse, register_limits
 
 LOOP = """
         .global         kernel
@@ -116,3 +116,86 @@ def test_a_call_goes_into_its_function_and_on():
 def test_a_jump_that_cannot_be_followed_is_refused():
     with pytest.raises(ValueError, match="0001: BRX R4"):
         parse(lines("MOV R1, R2", "BRX R4 -0x40"))
+
+
+# Loads from shared memory that are followed by an arrival
+
+STAGE = """
+.text.kernel:
+.L_x_0:
+   -:-:1:Y:02        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR21], R18
+   1:-:2:Y:01        /*0020*/                   LDS.64 R18, [R12+0x9400]
+   -:-:-:Y:04        /*0030*/                   QGMMA.64x8x32.F32.E4M3.E4M3 R24, gdesc[UR32], R24, gsb0
+   -:-:-:Y:02        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0
+   -:-:3:Y:01        /*0050*/                   LDSM.16.M88.4 R20, [R13+0x9800]
+   -:-:-:Y:01        /*0060*/                   NOP
+   -:-:-:Y:01        /*0070*/                   SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6], RZ
+   2&3:-:-:Y:01      /*0080*/                   FMUL R23, R18, R20
+   -:-:-:Y:06        /*0090*/               @P2 BRA `(.L_x_0)
+   -:-:-:Y:05        /*00a0*/                   EXIT
+"""
+
+
+NOP = "-:-:-:Y:01        /*0060*/                   NOP"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "early"),
+    [
+        ("", "", ["0020", "0050"]),
+        (NOP, "3:-:-:Y:01 /*0060*/ FMUL R23, R18, R20", []),  # in order
+        (NOP, "2:-:-:Y:01 /*0060*/ FMUL R23, R18, R18", ["0050"]),
+        (NOP, "-:-:-:Y:01 /*0060*/ DEPBAR.LE SB3, 0x0", []),
+        (NOP, "-:-:-:Y:01 /*0060*/ DEPBAR.LE SB3, 0x1", ["0020", "0050"]),
+        ("-:-:-:Y:01        /*0070*/", "3:-:-:Y:01 /*0070*/", []),  # the arrival itself waits
+        ("LDSM.16.M88.4 R20, [R13+0x9800]", "MUFU.EX2 R20, R20", ["0020"]),
+        ("3:Y:01        /*0050*/", "-:Y:01 /*0050*/", ["0020", "0050"]),  # nothing says when it is there
+    ],
+)
+def test_a_load_that_an_arrival_may_overtake_is_reported(before, after, early):
+    text = STAGE.replace(before, after) if before else STAGE
+    assert before == "" or STAGE.count(before) == 1
+    found = early_releases(parse(text))
+    assert [each.split(" | ")[0][:4] for each in found] == early
+    assert all(" | 0070: SYNCS.ARRIVE" in each for each in found)
+    assert early_releases(parse(text), "LDSM") == [each for each in found if "LDSM" in each]
+
+
+def test_a_fence_that_was_waited_for_has_seen_all_loads():
+    barrier, fence = "-:4:-:Y:06 /*0061*/ MEMBAR.ALL.CTA\n", "4:-:5:Y:02 /*0062*/ FENCE.VIEW.ASYNC.S"
+    for before, waits, early in (
+        (barrier + fence, "5", 0),
+        (barrier + fence, "-", 0),
+        (fence, "5", 0),
+        (fence, "-", 2),
+    ):
+        text = STAGE.replace(NOP, before).replace("-:-:-:Y:01        /*0070*/", f"{waits}:-:-:Y:01 /*0070*/")
+        assert len(early_releases(parse(text))) == early
+
+
+def test_loads_are_followed_past_a_branch():
+    past = STAGE.replace("/*0060*/                   NOP", "/*0060*/ @P1 BRA `(.L_x_0)")
+    assert [each[:4] for each in early_releases(parse(past))] == ["0020", "0050"]
+    gone = past.replace("@P1 BRA `(.L_x_0)", "EXIT")
+    assert early_releases(parse(gone)) == []
+
+
+def test_control_bits_are_read_from_words_too():
+    text = """
+        /*12d0*/                   LDS.128 R4, [R4] ;                              /* 0x0000000004047984 */
+                                                                                   /* 0x000e240000000c00 */
+        /*2860*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R9+URZ+0x18], RZ ; /* 0x000018ff09ff89a7 */
+                                                                                   /* 0x0005e6000810003f */
+        /*28a0*/                   FADD R27, R33, R26 ;                            /* 0x0000001a211b7221 */
+                                                                                   /* 0x002fe20000000000 */
+"""
+    load, arrival, use = parse(text)
+    assert load.control == Control(frozenset(), None, 0)
+    assert arrival.control == Control(frozenset(), 2, None)
+    assert use.control == Control(frozenset({1}), None, None)
+    assert len(early_releases([load, arrival, use])) == 1
+
+
+def test_without_control_bits_nothing_is_known():
+    with pytest.raises(ValueError, match=r"0000: LDS R1.*control bits"):
+        early_releases(parse(lines("LDS R1, [R2]", "EXIT")))

@@ -154,21 +154,30 @@ def test_wrong_fields_are_errors(server: Server, change, status, field, message)
     assert message in answer["error"]["message"]
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("change", "field", "message"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools"),
-        ({"prompt": "a"}, "prompt"),
+        ({"messages": []}, "messages", "must have at least one message"),
+        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages", "`role` (='nobody') must be 'system'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+            *("messages", "`content[1].type` (='image_url') must be 'text': the model reads text"),
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages", "`type` must be given"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages", "`content[0]` (a str) must be an object"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"tool_choice": "required"}, "tool_choice", "must be"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools", "`name` must be given"),
+        ({"prompt": "a"}, "prompt", "is not a field"),
     ],
 )
-def test_wrong_chats_are_errors(server: Server, change, field) -> None:
+def test_wrong_chats_are_errors(server: Server, change, field, message) -> None:
     got, answer = server.post("/v1/chat/completions", {"model": MODEL, "messages": MESSAGES} | change)
     assert (got, answer["error"]["param"]) == (400, field)
+    assert message in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

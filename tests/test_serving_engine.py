@@ -170,6 +170,22 @@ def test_stop_ids_and_banned_tokens(rng: np.random.Generator) -> None:
     assert len(tokens_of(outputs, 2)) == 12
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_slot_forbids_nothing_of_its_last_request(rng: np.random.Generator, beside: bool) -> None:
+    """`beside`: another request, and not the slot's own, needs a step in which tokens can be forbidden."""
+    engine, vocabulary = Engine(model("gpt_oss"), LIMITS), model("gpt_oss").config.vocab_size
+    prompt = tuple(rng.integers(vocabulary, size=20).tolist())
+    free = Generate(0, prompt, 6, logprobs=not beside)
+    expected = alone("gpt_oss", free)
+    for id in range(1, 4):  # in every slot
+        engine.submit(Generate(id, prompt, 6, banned=tuple({*expected})))
+    assert not {*expected} & {output.token for output in finish(engine)}
+    engine.submit(free)
+    if beside:
+        engine.submit(Generate(4, prompt, 6, logprobs=True))
+    assert tokens_of(finish(engine), 0) == expected
+
+
 def test_several_steps_of_a_call_give_the_tokens_of_single_ones(rng: np.random.Generator) -> None:
     """For every sampler, with and without log probabilities, and with a stop in any place of a group of tokens."""
     engine = shared_engine("gpt_oss")

@@ -277,6 +277,22 @@ def test_checkpoints_without_the_arguments_of_their_training_are_refused(tmp_pat
         Training(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("began", "goes_on", "message"),
+    [
+        ({"rate": 1}, {"rate": 2}, r"`rate` \(=2\) must be 1, as when"),
+        ({"rate": 1}, {}, r"`rate` \(=None\) must be 1, as when"),
+        ({"rate": 1}, {"rate": 1, "decay": 0.5}, r"`decay` \(=0.5\) must be None, as when"),
+        ({}, {"rate": 1}, r"`rate` \(=1\) must be None, as when"),
+    ],
+)
+def test_a_training_goes_on_with_its_own_arguments_only(tmp_path: Path, began: Any, goes_on: Any, message: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(began))
+    Run(tmp_path, began, steps=1)
+    with pytest.raises(ValueError, match=message):
+        Run(tmp_path, goes_on, steps=1)
+
+
 @pytest.mark.parametrize(("loss", "found"), [(jnp.ones(2), r"shape \(2,\)"), (None, "NoneType")])
 def test_a_loss_is_one_number(tmp_path: Path, loss: Any, found: str) -> None:
     training = Training(tmp_path)

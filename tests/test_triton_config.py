@@ -1,5 +1,6 @@
 """What can be tuned of `triton`: the rules of a configuration, the heuristic at every size, and what is tried."""
 
+import dataclasses
 import re
 from itertools import product
 
@@ -52,11 +53,27 @@ def test_a_configuration_that_no_problem_can_run_with_cannot_be_made(change, mes
 def test_shared_memory_is_that_of_the_machine():
     config = Config(128, 128, 128, 8, 3)
     blocks = 128 * 128 // 32
-    assert config.shared_memory == 3 * (128 * (2 * 128 + 128 // 2) + 6 * blocks) + 6 * blocks
+    assert config.shared_memory == 3 * (128 * (2 * 128 + 128 // 2) + 5 * blocks) + 6 * blocks
     assert Config(128, 128, 64, 8, 1).shared_memory == 4 * 128 * 128  # the sums, on their way out
     check(config, (8, 0))
     with pytest.raises(ValueError, match=re.escape("`num_stages` (=3) must be lower: ")):
         check(config, (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("config", "narrower"),
+    [
+        (Config(128, 128, 128, 4, 2, products=1, narrow_m=32), [(64, 4, 3), (32, 4, 4)]),
+        (Config(256, 128, 128, 8, 3, products=1, narrow_m=64), [(128, 4, 2), (64, 4, 3)]),
+        (Config(64, 64, 64, 2, 4, narrow_m=32), [(32, 2, 5)]),
+        (Config(64, 64, 64, 2, 4), []),
+    ],
+)
+def test_narrower_tiles_have_fewer_warps_and_their_share_of_shared_memory(config, narrower):
+    first, *others = config.tiles
+    assert first == dataclasses.replace(config, narrow_m=0)
+    assert [(tile.block_m, tile.num_warps, tile.num_stages) for tile in others] == narrower
+    assert all(tile.shared_memory * config.num_warps <= config.shared_memory * tile.num_warps for tile in others)
 
 
 def test_a_thread_has_more_sums_where_wgmma_adds_them_up():

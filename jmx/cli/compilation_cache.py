@@ -24,7 +24,8 @@ def add(parser: Parser) -> None:
         "--compilation-cache",
         metavar="DIR",
         default=argparse.SUPPRESS,
-        help="keep compiled programs in DIR, for later runs; `generate` and `chat` keep them in this user's cache",
+        help="keep compiled programs in DIR, for later runs; without it `generate`, `chat` and `serve` keep them in "
+        "this user's cache",
     )
     group.add_argument(
         "--no-compilation-cache",

@@ -46,7 +46,7 @@ def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
     """Names that arguments accept, by the argument's `dest`."""
     from jmx.backends import registered_backends
     from jmx.checkpoint.quantizing import WRITABLE
-    from jmx.cli.generate import PUBLISHED
+    from jmx.cli.random_model import PUBLISHED
     from jmx.numerics import formats, layouts
     from jmx.perf import shapes
     from jmx.selection.environment import known_devices

@@ -3,26 +3,8 @@
 import argparse
 from pathlib import Path
 
-from jmx.cli import model_arguments, prompts, sampling_arguments
+from jmx.cli import model_arguments, prompts, random_model, sampling_arguments
 from jmx.cli.parser import Parser, number
-
-# Names in `jmx.models.FAMILIES`, which imports jax.
-PUBLISHED = (
-    "gpt-oss-20b",
-    "gpt-oss-120b",
-    "qwen3-30b-a3b",
-    "qwen3-235b-a22b",
-    "mixtral-8x7b",
-    "mixtral-8x22b",
-    "qwen1.5-moe-a2.7b",
-    "qwen2-57b-a14b",
-    "olmoe-1b-7b",
-    "glm-4.5",
-    "glm-4.5-air",
-    "deepseek-v3",
-    "deepseek-v2-lite",
-    "kimi-k2",
-)
 
 
 def add(parser: Parser) -> None:
@@ -30,11 +12,7 @@ def add(parser: Parser) -> None:
     parser.interleaved = True
     parser.set_defaults(keeps_programs=True)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=model_arguments.MODEL_HELP)
-    parser.add_argument(
-        "--random",
-        metavar="NAME",
-        help=f"instead of MODEL, random weights of a published model's shape: {', '.join(PUBLISHED)}",
-    )
+    random_model.add(parser, f": {', '.join(random_model.PUBLISHED)}")
     prompts.add(parser)
     group = parser.add_argument_group("where an answer ends")
     group.add_argument(

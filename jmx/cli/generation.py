@@ -11,15 +11,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-import jmx
 from jmx.checkpoint.peft import Reader
-from jmx.cli import compilation_cache, model_arguments, prompts, sampling_arguments
-from jmx.cli.checks import check_known
+from jmx.cli import compilation_cache, model_arguments, prompts, random_model, sampling_arguments
 from jmx.cli.generation_report import Report, Timing
 from jmx.cli.output import EXIT_OK, check_directories
 from jmx.cli.prompts import Prompt
 from jmx.cli.row_output import RowOutput
-from jmx.models import FAMILIES, Generation, Model, Runner, random_source
+from jmx.models import Generation, Model, Runner
 from jmx.models.config import Config
 from jmx.models.logprobs import check_count
 from jmx.models.sources.protocol import Source
@@ -43,10 +41,7 @@ class Job(NamedTuple):
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """ValueError for arguments that are wrong by themselves: nothing is read for it."""
-    if (arguments.model is None) == (arguments.random is None):
-        raise ValueError("give either MODEL or --random")
-    if arguments.random is not None:
-        check_known("--random", arguments.random, _published())
+    random_model.check(arguments)
     prompts.check(arguments)
     model_arguments.check(arguments)
     if arguments.stop and (arguments.prompt_ids or arguments.random is not None):
@@ -60,11 +55,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         except OSError as error:
             raise ValueError(f"`--logits`: {error}") from error
         check_directories(str(arguments.logits))
-
-
-def _published() -> dict[str, Config]:
-    """The configurations of published models, by name."""
-    return {name: config for family in FAMILIES.values() for name, config in family.published.items()}
 
 
 def read_job(arguments: argparse.Namespace) -> Job:
@@ -91,12 +81,10 @@ def read_job(arguments: argparse.Namespace) -> Job:
 
 
 def _random_job(arguments: argparse.Namespace) -> Job:
-    config = _published()[arguments.random]
+    source, config = random_model.source(arguments), random_model.config(arguments)
     drawn = np.random.default_rng(arguments.seed).integers(config.vocab_size, size=RANDOM_PROMPT_LENGTH).tolist()
     asked = [Prompt(ids, None) for ids in arguments.prompt_ids or [drawn]]
     _check_ids(arguments, config, asked)
-    format = jmx.MXFP4 if arguments.format is None else jmx.FORMATS[arguments.format]
-    source = random_source(config, arguments.seed, format)
     return Job(source, asked, None, model_arguments.adapters(arguments, source))
 
 

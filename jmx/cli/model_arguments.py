@@ -1,4 +1,4 @@
-"""The model of `jmx generate` and `jmx chat`: its arguments, its weights, and whether they fit."""
+"""The model of `jmx generate`, `jmx chat` and `jmx serve`: its arguments, its weights, and whether they fit."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 """The parser of all commands, types of their arguments, and arguments that several of them have."""
 
 import argparse
+import difflib
+import itertools
 import reprlib
 import sys
 from collections.abc import Iterable
@@ -24,13 +26,27 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] (overloads)
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        if not self.interleaved or self._splits:
+        if self._splits:
             return super().parse_known_args(args, namespace)
-        self._splits = True  # what follows calls this method
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._splits = False
+        if self.interleaved:
+            self._splits = True  # what follows calls this method
+            try:
+                known, rest = self.parse_known_intermixed_args(args, namespace)
+            finally:
+                self._splits = False
+        else:
+            known, rest = super().parse_known_args(args, namespace)
+        if rest:  # here and not in the parser of all commands, whose help has no options of this one
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._similar(rest)}")
+        return known, rest
+
+    def _similar(self, arguments: Iterable[str]) -> str:
+        """The end of an error of unknown arguments: an option with a name like one of theirs."""
+        names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+        near = [
+            *itertools.chain(*(difflib.get_close_matches(name, self._option_string_actions, n=1) for name in names))
+        ]
+        return f"; did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")

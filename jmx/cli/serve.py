@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jmx.cli import model_arguments
+from jmx.cli import model_arguments, random_model
 from jmx.cli.parser import Parser, number
 
 
@@ -11,11 +11,7 @@ def add(parser: Parser) -> None:
     """Adds the arguments of `jmx serve`."""
     parser.set_defaults(keeps_programs=True, max_new_tokens=1)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=model_arguments.MODEL_HELP)
-    parser.add_argument(
-        "--random",
-        metavar="NAME",
-        help="instead of MODEL, random weights of a published model's shape, whose texts are token ids",
-    )
+    random_model.add(parser, ", whose texts are token ids")
     parser.add_argument(
         "--routing",
         metavar="NAME",

@@ -10,11 +10,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from jmx.cli import compilation_cache, mesh_argument, model_arguments
+from jmx.cli import compilation_cache, mesh_argument, model_arguments, random_model
 from jmx.cli.checks import check_known
 from jmx.cli.output import EXIT_OK, to_stderr
 from jmx.cli.parser import MOST
-from jmx.models import FAMILIES, Model, random_source
+from jmx.models import Model
 from jmx.models.sampling import check_seed
 from jmx.models.sources.popularity import ROUTINGS
 from jmx.models.sources.protocol import Source
@@ -48,10 +48,7 @@ class IdTokenizer:
 
 def check(arguments: argparse.Namespace) -> None:
     """ValueError for options that are wrong by themselves. Nothing is read."""
-    if (arguments.model is None) == (arguments.random is None):
-        raise ValueError("give either MODEL or --random")
-    if arguments.random is not None:
-        check_known("--random", arguments.random, _published())
+    random_model.check(arguments)
     if arguments.routing is not None:
         if arguments.random is None:
             raise ValueError(f"`--routing` (={arguments.routing!r}) needs --random: a checkpoint has its own")
@@ -112,10 +109,6 @@ def limits_of(arguments: argparse.Namespace, max_length: int, cache_tokens: int 
         for name, flag in flags.items():
             message = message.replace(f"`{name}`", f"`{flag}`")
         raise ValueError(message) from error
-
-
-def _published() -> dict[str, Any]:
-    return {name: config for family in FAMILIES.values() for name, config in family.published.items()}
 
 
 def read_keys(file: Path | None, environment: str | None) -> tuple[str, ...]:
@@ -189,11 +182,7 @@ def _guides(arguments: argparse.Namespace, model: Model) -> Guides | None:
 def _source(arguments: argparse.Namespace) -> Source:
     if arguments.random is None:
         return model_arguments.source(arguments, model_arguments.find(arguments.model))
-    import jmx
-
-    format = jmx.MXFP4 if arguments.format is None else jmx.FORMATS[arguments.format]
-    config, routing = _published()[arguments.random], arguments.routing or "uniform"
-    return random_source(config, arguments.seed, format, routing=routing)
+    return random_model.source(arguments, arguments.routing or "uniform")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -223,7 +212,7 @@ def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
     from jmx.serving.client import EngineClient
 
     if arguments.random is not None:
-        config, tokenizer, template, context = _published()[arguments.random], IdTokenizer(), None, None
+        config, tokenizer, template, context = random_model.config(arguments), IdTokenizer(), None, None
     else:
         directory = model_arguments.find(arguments.model)
         tokenizer, source = read_tokenizer(directory), _source(arguments)

@@ -78,8 +78,18 @@ def check_weights(
     Raises:
         ValueError, TypeError: arrays that do not fit each other, naming the weight.
     """
-    *lead, hidden = formats.logical_shape(gate_up, format, "gate_up")
-    *down_lead, intermediate = formats.logical_shape(down, format, "down")
+    sizes = _check_shapes(
+        formats.logical_shape(gate_up, format, "gate_up"), formats.logical_shape(down, format, "down"), gate_up_order
+    )
+    if formats.is_packed(gate_up) != formats.is_packed(down):
+        raise TypeError("`gate_up` and `down` must both be packed or both be canonical")
+    return sizes
+
+
+def _check_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], gate_up_order: str | None) -> tuple[int, ...]:
+    """`check_weights`, of the logical shapes."""
+    *lead, hidden = gate_up
+    *down_lead, intermediate = down
     for name, shape in (("gate_up", (*lead, hidden)), ("down", (*down_lead, intermediate))):
         if len(shape) < 2:
             raise ValueError(f"`{name}` (logical shape {shape}) must have axes of experts, rows and columns")
@@ -99,8 +109,6 @@ def check_weights(
             f"`gate_up` (logical shape {(*lead, rows, hidden)}) must have {expected} rows, "
             f"{'I' if gate_up_order is None else '2I'} with I = {intermediate} as `down` has it"
         )
-    if formats.is_packed(gate_up) != formats.is_packed(down):
-        raise TypeError("`gate_up` and `down` must both be packed or both be canonical")
     return (*lead, hidden, intermediate)
 
 
@@ -118,11 +126,14 @@ def check_activation(activation: Any, gate_up_order: str | None, num_experts: in
         )
 
 
-def check_bias(name: str, bias: Any, shape: tuple[int, ...]) -> None:
-    """Raises ValueError or TypeError, naming the bias, unless it is None or a floating array of this shape."""
+def check_bias(name: str, bias: Any, shape: tuple[int, ...], *, abstract: bool = False) -> None:
+    """Raises ValueError or TypeError, naming the bias, unless it is None or a floating array of this shape.
+
+    `abstract`: whether it may be a description of an array, without values.
+    """
     if bias is None:
         return
-    check_array(name, bias)
+    check_array(name, bias, abstract=abstract)
     if tuple(bias.shape) != shape:
         raise ValueError(f"`{name}` (shape {tuple(bias.shape)}) must be {shape}")
     check_bias_dtype(name, bias)
@@ -148,12 +159,12 @@ def pad_floats(
     """Float weights and biases, gate_up and down each, with zeros up to whole blocks of `format`; and H and I before.
 
     Raises:
-        ValueError, TypeError: weights that are not floats (E, N, K).
+        ValueError, TypeError: weights that are not floats (E, N, K), or do not fit each other: padding would hide it.
     """
     gate_up, down, gate_up_bias, down_bias = floats
     for name, weight in (("gate_up", gate_up), ("down", down)):
         check_array(name, weight, jnp.floating, (None, None, None))
-    hidden, intermediate = gate_up.shape[-1], down.shape[-1]
+    *_, hidden, intermediate = _check_shapes(tuple(gate_up.shape), tuple(down.shape), gate_up_order)
     for name, bias, rows in (("gate_up_bias", gate_up_bias, gate_up.shape[1]), ("down_bias", down_bias, down.shape[1])):
         check_bias(name, bias, (gate_up.shape[0], rows))
     h, i = format.whole_size(hidden), format.whole_size(intermediate)

@@ -158,6 +158,12 @@ def resize_rows(
     return apart.reshape(*lead, halves * rows, *rest)
 
 
+def widened(x: Float[Array, "T H"], experts: Any) -> Float[Array, "T wide"]:
+    """x with zeros for the padding of the experts' hidden size."""
+    more = experts.array_sizes[0] - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, more))) if more else x
+
+
 def resize_axis(array: Shaped[Array, "..."], axis: int, size: int) -> Shaped[Array, "..."]:
     """The array with zeros at the end of an axis, or without its last part."""
     kept = array[(slice(None),) * axis + (slice(size),)]

@@ -11,8 +11,10 @@ _OPTIONS = ("--std=c++17", "-default-device")
 _NVRTC = (("nvidia.cu13", "lib/libnvrtc.so.13"), ("nvidia.cuda_nvrtc", "lib/libnvrtc.so.12"))
 
 
-def compile_kernels(folder: pathlib.Path, headers: tuple[str, ...], architecture: str) -> bytes:
-    """`kernels.cu` of a folder as a CUDA binary for "sm_90", or the like.
+def compile_kernels(
+    folder: pathlib.Path, headers: tuple[str, ...], architecture: str, source: str = "kernels.cu"
+) -> bytes:
+    """A source of a folder as a CUDA binary for "sm_90", or the like.
 
     Args:
         headers: names of the files in the folder that it includes.
@@ -23,11 +25,11 @@ def compile_kernels(folder: pathlib.Path, headers: tuple[str, ...], architecture
     """
     nvrtc = _load()
     texts = [(folder / name).read_bytes() for name in headers]
-    source = (folder / "kernels.cu").read_bytes()
+    text = (folder / source).read_bytes()
     program = ctypes.c_void_p()
     contents = (ctypes.c_char_p * len(headers))(*texts)
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
-    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", len(headers), contents, names))
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), len(headers), contents, names))
     options = [option.encode() for option in (f"--gpu-architecture={architecture}", *_OPTIONS)]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if failed:

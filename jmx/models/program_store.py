@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from jmx.selection.environment import Device
 from jmx.util import atomic_files
 from jmx.util.checks import check_path
 
-_MAGIC = b"jmx compiled program 1\n"  # and then the sha256 of the rest
+_MAGIC = b"jmx compiled program 2\n"  # and then the sha256 of the rest
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
 
 
 class ProgramStore:
@@ -62,8 +64,9 @@ class ProgramStore:
             payload = content[start:]
             if content[:start] != _MAGIC + hashlib.sha256(payload).digest():
                 raise ValueError("the file is damaged")
-            register_handlers()
-            return serialize_executable.deserialize_and_load(*pickle.loads(payload), execution_devices=[*devices])
+            targets, program = pickle.loads(payload)
+            register_handlers(targets)
+            return serialize_executable.deserialize_and_load(*program, execution_devices=[*devices])
         except Exception as e:  # of any kind: XLA's too
             warnings.warn(f"{file} is not used, and the program is compiled again: {e}", stacklevel=2)
             with contextlib.suppress(OSError):
@@ -73,7 +76,8 @@ class ProgramStore:
     def save(self, key: str, compiled: Compiled) -> None:
         """Writes the program; a warning if that is not possible."""
         try:
-            payload = pickle.dumps(serialize_executable.serialize(compiled))
+            targets = {*_TARGET.findall(compiled.as_text() or "")}
+            payload = pickle.dumps((targets, serialize_executable.serialize(compiled)))
             atomic_files.write(self._file(key), _MAGIC + hashlib.sha256(payload).digest() + payload)
         except FileExistsError:  # another process was faster
             return

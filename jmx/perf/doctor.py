@@ -8,27 +8,40 @@ from typing import Any
 from jmx._version import __version__
 from jmx.util.tables import FoldingTable, words
 
-# Distributions that jmx needs, and those that parts of it need: for what, and the extra that installs them.
-_NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
-_OPTIONAL = {
-    "tokenizers": ("text in and out of the example model", "hf"),
-    "matplotlib": ("pictures", "bench"),
-    "shtab": ("completion in a shell", "completion"),
+# Distributions that jmx needs, and by extra what its distributions are for.
+NEEDED = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "jaxtyping",
+    "ml_dtypes",
+    "numpy",
+    "orbax-checkpoint",
+    "safetensors",
+    "rich",
+    "scipy",
+)
+EXTRAS = {
+    "hf": ("whole models from the Hugging Face Hub, and their text", ("huggingface_hub", "minijinja", "tokenizers")),
+    "serve": ("`jmx serve`", ("llguidance", "prometheus-client", "starlette", "uvicorn")),
+    "bench": ("pictures", ("matplotlib",)),
+    "completion": ("completion in a shell", ("shtab",)),
 }
 
 
 def examine() -> dict[str, Any]:
     """All findings as plain values. `healthy`: all that jmx needs is installed, and a backend runs."""
-    versions = {name: _version_of(name) for name in (*_NEEDED, *_OPTIONAL)} | {
+    optional = [name for _, names in EXTRAS.values() for name in names]
+    versions = {name: _version_of(name) for name in (*NEEDED, *optional)} | {
         entry.dist.name: entry.dist.version
         for entry in importlib.metadata.entry_points(group="jax_plugins")
         if entry.dist is not None
     }
-    advice = [f"{name} is missing: pip install jmx" for name in _NEEDED if versions[name] is None]
+    advice = [f"{name} is missing: pip install jmx-moe" for name in NEEDED if versions[name] is None]
     advice += [
-        f"{name} is missing ({what}): pip install 'jmx-moe[{extra}]'"
-        for name, (what, extra) in _OPTIONAL.items()
-        if versions[name] is None
+        f"for {what}, without {', '.join(missing)}: pip install 'jmx-moe[{extra}]'"
+        for extra, (what, names) in EXTRAS.items()
+        if (missing := [name for name in names if versions[name] is None])
     ]
     devices, backends, layout, cache, mesh = [], [], None, None, None
     if versions["jax"] is not None:
@@ -45,7 +58,7 @@ def examine() -> dict[str, Any]:
     if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
         advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx-moe[cuda13]', or [cuda12]")
     return {
-        "healthy": all(versions[name] for name in _NEEDED) and any(found["runs"] for found in backends),
+        "healthy": all(versions[name] for name in NEEDED) and any(found["runs"] for found in backends),
         "versions": {"jmx": __version__, "python": platform.python_version()} | versions,
         "devices": devices,
         "layout": layout,

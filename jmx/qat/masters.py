@@ -15,7 +15,7 @@ from jmx.numerics import formats, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.qat.rounding import check_gradients, check_master
 from jmx.util import pytrees
-from jmx.util.checks import check_bool, check_dtype, check_instance, check_key, check_one_of
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_key, check_one_of, check_values
 from jmx.util.typing import AnyArray, Array, Float, Key, Shaped, UInt32
 
 _WEIGHTS = ("gate_up", "down")
@@ -132,7 +132,7 @@ class MasterExperts:
         sizes = down.shape[-2:] if len(down.shape) == 3 else (0, 0)
         format = formats.get(format)
         made = cls(gate_up, down, gate_up_bias, down_bias, format, gate_up_order, *sizes, gradients, scale_rule)
-        made._check("")
+        made._check("", abstract=False)
         return made
 
     @classmethod
@@ -181,11 +181,11 @@ class MasterExperts:
 
         They may be abstract or traced.
         """
-        self._check("experts.")
+        self._check("experts.", abstract=True)
 
-    def _check(self, prefix: str) -> None:
+    def _check(self, prefix: str, *, abstract: bool) -> None:
         for name in _WEIGHTS:
-            check_master(f"{prefix}{name}", weight := getattr(self, name))
+            check_master(f"{prefix}{name}", weight := getattr(self, name), abstract=abstract)
             if len(weight.shape) != 3:
                 raise ValueError(f"`{prefix}{name}` (shape {tuple(weight.shape)}) must be (E, N, K) of one layer")
         if self.gate_up.dtype != self.down.dtype:
@@ -203,7 +203,8 @@ class MasterExperts:
         for name, shape in shapes.items():
             if tuple(getattr(self, name).shape) != shape:
                 raise ValueError(f"`{prefix}{name}` (shape {tuple(getattr(self, name).shape)}) must be {shape}")
-            creation.check_bias(f"{prefix}{name}_bias", getattr(self, f"{name}_bias"), shape[:-1])
+            bias = getattr(self, f"{name}_bias")
+            creation.check_bias(f"{prefix}{name}_bias", bias, shape[:-1], abstract=abstract)
 
     def arrays(self) -> dict[str, Shaped[Any, "..."]]:
         """The arrays by name: gate_up, down, and the biases if present."""
@@ -224,8 +225,9 @@ class MasterExperts:
         Blocks with NaN or infinity get the scale NaN. Weights have no gradient; biases are shared.
 
         Raises:
-            ValueError, TypeError: as `check`.
+            ValueError, TypeError: as `check`, and for arrays without values.
         """
+        check_values({"experts": self})
         self.check()
         gate_up, down = (
             _quantized(lax.stop_gradient(weight), order, self.format, self.scale_rule)

@@ -55,9 +55,9 @@ def check_gradients(gradients: Any) -> str:
     return check_one_of("gradients", gradients, GRADIENTS)
 
 
-def check_master(name: str, weights: Any) -> None:
-    """Raises TypeError, naming the array, unless it is float32 or bfloat16."""
-    if check_array(name, weights).dtype not in (jnp.float32, jnp.bfloat16):
+def check_master(name: str, weights: Any, *, abstract: bool = False) -> None:
+    """Raises TypeError, naming the array, unless it is float32 or bfloat16. `abstract`: whether it needs no values."""
+    if check_array(name, weights, abstract=abstract).dtype not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"`{name}` (dtype {weights.dtype}) must be float32 or bfloat16")
 
 

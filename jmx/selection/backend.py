@@ -74,6 +74,16 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class SkipsPadding(Protocol):
+    """A backend whose `apply` takes experts with their padding, and x of the size before it, which it does not pad."""
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether it does: True."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertProduct:
     """One of the two products of a layer with adapters, or of float experts: rows times a weight of their experts.

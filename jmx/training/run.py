@@ -64,22 +64,23 @@ class Run:
         self._save_every = check_int("save_every", save_every, least=1)
         if save_every % report_every:
             raise ValueError(f"`save_every` (={save_every}) must be a multiple of `report_every` (={report_every})")
-        for name, value in self._began_with().items():
-            if (its := self._arguments.get(name)) != value:
+        began = self._began_with()
+        for name in () if began is None else {**began, **self._arguments}:
+            if (its := self._arguments.get(name)) != (value := began.get(name)):
                 raise ValueError(f"`{name}` (={its}) must be {value}, as when the training in {folder} began")
 
     @property
     def _file(self) -> Path:
         return self._folder / "run.json"
 
-    def _began_with(self) -> dict[str, Any]:
-        """The arguments of the training in the folder; none if it has not begun."""
+    def _began_with(self) -> dict[str, Any] | None:
+        """The arguments of the training in the folder; None if it has not begun."""
         try:
             found = json.loads(self._file.read_text())
         except FileNotFoundError:
             if (steps := self._folder / "steps").exists():
                 raise ValueError(f"`folder` (={self._folder}) has {steps.name}, but not {self._file.name}") from None
-            return {}
+            return None
         except ValueError as error:
             raise ValueError(f"{self._file} must be JSON, as a training wrote it: {error}") from error
         if not isinstance(found, dict):

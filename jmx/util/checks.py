@@ -63,6 +63,8 @@ def check_finite(name: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"`{name}` ({shown(value)}) must be a number") from None
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"`{name}` (={number}) must be finite")
     return number

@@ -1,6 +1,7 @@
 """config.json of a decoder in the Hugging Face form, read key by key, with the defaults of its family."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -68,7 +69,7 @@ class DecoderEntries(ConfigObject):
             return given[0]
 
         def fits(value: Any) -> bool:
-            return type(value) in (int, float) and 0 < value < float("inf")
+            return type(value) in (int, float) and 0 < value <= sys.float_info.max  # float() raises above it
 
         return float(self.check(key, fits, "must be a positive number"))
 

@@ -1,6 +1,7 @@
 """`adapter_config.json`: what is adapted, ranks and scales; features of PEFT that jmx does not have are errors."""
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,8 @@ class Config:
             if type(value) is not int or value < 1:
                 raise CheckpointError(file, f"`{key}` (={value!r}) must be an integer of at least 1")
         for key, value in _numbers(file, entries, "lora_alpha", "alpha_pattern").items():
-            if type(value) not in (int, float):
-                raise CheckpointError(file, f"`{key}` (={value!r}) must be a number")
+            if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # float() raises above it
+                raise CheckpointError(file, f"`{key}` (={value!r}) must be a finite number")
         return cls(
             file,
             entries["r"],

@@ -1,6 +1,7 @@
 """Writing adapters of experts as PEFT's files."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from jmx.util.checks import check_instance, check_one_of, check_path, check_str
 from jmx.util.typing import AnyArray, Float
 
 FORMS = ("parameters", "modules")
+_MODULE = re.compile(r"[^{}]*\{layer\}\.[^{}]+")
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -42,7 +44,7 @@ def save(
         experts: of all layers of the model that have some, whose order of gate and up the written rows keep; they may
             be abstract. If some of them have no adapters, the config names the layers that have.
         base_model: the name or path of the model, for `base_model_name_or_path`.
-        module: the name of the experts in the model, with `{layer}` for its number.
+        module: the name of the experts in the model, with `{layer}` once, for the number of the layer.
         form: "parameters": for models with fused weights (E, ., .), as transformers 5 has them; `gate` and `up`
             become one adapter of the sum of their ranks. "modules": for models whose experts are modules.
 
@@ -55,8 +57,8 @@ def save(
     check_one_of("form", form, FORMS)
     if base_model is not None:
         check_str("base_model", base_model)
-    if "{layer}" not in check_str("module", module):
-        raise ValueError(f"`module` (={module!r}) must have '{{layer}}' for the number of a layer")
+    if not _MODULE.fullmatch(check_str("module", module)):
+        raise ValueError(f"`module` (={module!r}) must have '{{layer}}.' for the number of a layer, and no other brace")
     check_instance("adapters", adapters, Mapping, "a mapping of layers' numbers to jmx.lora.Adapters")
     check_layers(experts)
     if not adapters:

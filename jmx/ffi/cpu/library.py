@@ -11,6 +11,7 @@ from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, wa
 GROUPED_PRODUCT = "jmx_cpu_grouped_product"
 ROUND_ROWS = "jmx_cpu_round_rows"
 ORDER_COLUMNS = "jmx_cpu_order_columns"
+TARGETS = (GROUPED_PRODUCT, ROUND_ROWS, ORDER_COLUMNS)
 
 _PATH = pathlib.Path(__file__).parent / "libjmx_cpu.so"
 
@@ -35,7 +36,7 @@ def library() -> Library:
     try:
         loaded = load(_PATH, {"jmx_cpu_kernels": ctypes.c_char_p})
         names = loaded.jmx_cpu_kernels().decode().split()
-        register(loaded, (GROUPED_PRODUCT, ROUND_ROWS, ORDER_COLUMNS), "cpu")
+        register(loaded, TARGETS, "cpu")
     except Exception as e:  # such as a library for another machine or a newer jax: other backends run
         fault = load_fault(_PATH.name, e)
         warn_of_fault("cpu", fault, REINSTALL)

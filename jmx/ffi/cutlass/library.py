@@ -10,6 +10,7 @@ from jmx.ffi.library import load, load_fault, register, warn_of_fault
 
 TARGET = "jmx_cutlass_moe"  # the name of the custom call, also in exported programs
 INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, for tests
+TARGETS = (TARGET, INTERLEAVE)
 BUILD = "jmx build cutlass"
 
 
@@ -63,7 +64,7 @@ def _load() -> tuple[Library, Any]:
             if loaded.jmx_cutlass_key().decode() != source.key():
                 fault = f"{path} was compiled from other sources than this version's"
                 continue
-            register(loaded, (TARGET, INTERLEAVE), "gpu")
+            register(loaded, TARGETS, "gpu")
         except Exception as e:  # such as a library for another machine or a newer jax: other backends run
             fault = load_fault(path, e)
             continue

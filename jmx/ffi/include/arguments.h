@@ -1,4 +1,5 @@
-// Checks the arrays that XLA passes to a handler: element types and shapes. The error names the first one that is wrong.
+// Checks the arrays that XLA passes to a handler: element types and shapes. The error names the first one that is
+// wrong.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +26,8 @@ auto BindArguments(Binding&& binding) {
 
 // A handler reads the sizes and elements of an array only after requiring it here, and if `failed` returns false.
 //
-// Element types are compared, not their `xla::ffi::ByteWidth`: that is also 1 for elements of 1, 2 and 4 bits, of which XLA
-// packs several into a byte.
+// Element types are compared, not their `xla::ffi::ByteWidth`: that is also 1 for elements of 1, 2 and 4 bits, of which
+// XLA packs several into a byte.
 class ArgumentChecker {
  public:
   using Array = xla::ffi::AnyBuffer;
@@ -85,7 +86,8 @@ class ArgumentChecker {
   template <typename Sizes>
   static std::string Text(const Sizes& sizes) {
     std::string text;
-    for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + (size == kAnySize ? "*" : std::to_string(size));
+    for (const int64_t size : sizes)
+      text += (text.empty() ? "" : ", ") + (size == kAnySize ? "*" : std::to_string(size));
     return "(" + text + ")";
   }
 

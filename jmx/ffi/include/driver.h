@@ -67,7 +67,8 @@ struct Driver {
   DriverFunction<Status(Module*, const void*)> load{"cuModuleLoadData"};
   DriverFunction<Status(Function*, Module, const char*)> function{"cuModuleGetFunction"};
   DriverFunction<Status(Function, int, int)> set_attribute{"cuFuncSetAttribute"};
-  DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
+  DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                        void**)>
       launch{"cuLaunchKernel"};
   DriverFunction<Status(const LaunchConfig*, Function, void**, void**)> launch_extended{"cuLaunchKernelEx"};
   DriverFunction<Status(Stream*, unsigned)> stream_create{"cuStreamCreate"};

@@ -11,6 +11,7 @@ from jmx.ffi import nvrtc
 from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
 
 TARGET = "jmx_one_token"  # name of the custom call
+TARGETS = (TARGET,)
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_one_token.so"
@@ -41,7 +42,7 @@ def library() -> Library:
         loaded = load(_PATH, {"jmx_one_token_set_image": ctypes.c_int})
         image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, "sm_90a")
         loaded.jmx_one_token_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
-        register(loaded, (TARGET,), "gpu", initialized=True)
+        register(loaded, TARGETS, "gpu", initialized=True)
     except Exception as e:  # such as a library for a newer jax: other kernels run
         fault = load_fault(_PATH.name, e)
         warn_of_fault("one_token", fault, REINSTALL)

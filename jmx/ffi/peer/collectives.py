@@ -29,7 +29,7 @@ Names = tuple[str, ...]
 
 # As jmx/ffi/peer/src/lines.h has them: bytes of all arrays of one rank, and of which each is a multiple.
 MOST_LINE_BYTES = 256 << 10
-LINE_BYTES = 8
+LINE_BYTES = 4
 # Bytes of all arrays of one rank from which the addresses of arrays are exchanged first. On two H100s a gather and a
 # sum took 10 us more so than by slots with 1.6 MB, and 6 more with 6.4; but slots are memory that the process keeps.
 LEAST_ARRAY_BYTES = 8 << 20

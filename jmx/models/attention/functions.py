@@ -33,7 +33,7 @@ def attend(
     """Causal attention of T consecutive tokens of each row over that row's cache.
 
     Args:
-        query: (B, T, heads, D), rotated. T is at most `QUERIES`, or a multiple of it.
+        query: (B, T, heads, D), rotated.
         keys, values: (B, kv_heads, C, D) and (B, kv_heads, C, V), position p at index p, the T tokens' own included.
         sinks: float32 (heads,): one more logit per head, which has a share of the softmax and no value; `NO_SINK` for
             heads without one.
@@ -43,24 +43,20 @@ def attend(
 
     Returns:
         (B, T, heads, V) of query's dtype.
-
-    Raises:
-        ValueError: T is more than one block, and not a whole number of blocks.
     """
     batch, length, heads, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
-    block = min(length, QUERIES)
-    if length % block:
-        raise ValueError(f"`query` (of {length} tokens) must have at most {QUERIES} tokens or a multiple of that")
-    query = query.reshape(batch, length // block, block, *query.shape[2:])
 
-    def attend_block(index: Array | int) -> Array:
-        return _attend_block(query[:, index], keys, values, sinks, starts + index * block, window, factor)
+    def attend_block(first: Array | int, count: int) -> Array:
+        block = lax.dynamic_slice_in_dim(query, first, count, axis=1)
+        return _attend_block(block, keys, values, sinks, starts + first, window, factor)
 
-    if length == block:
-        return attend_block(0)
-    out = lax.map(attend_block, jnp.arange(length // block))
-    return out.swapaxes(0, 1).reshape(batch, length, heads, -1)
+    if length <= QUERIES:
+        return attend_block(0, length)
+    rest = length % QUERIES
+    out = lax.map(lambda index: attend_block(index * QUERIES, QUERIES), jnp.arange(length // QUERIES))
+    out = out.swapaxes(0, 1).reshape(batch, length - rest, heads, -1)
+    return jnp.concatenate([out, attend_block(length - rest, rest)], axis=1) if rest else out
 
 
 def attend_prompt(

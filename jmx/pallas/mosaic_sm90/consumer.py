@@ -20,7 +20,7 @@ from jmx.pallas.mosaic_sm90.scheduler import WorkItem
 from jmx.pallas.sm90 import accumulator, counters, epilogue
 from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.pipeline import Stage
+from jmx.pallas.sm90.pipeline import Stage, finish_reads
 from jmx.pallas.sm90.reduction import RowSums
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Int32
@@ -133,7 +133,7 @@ class Consumer:
         stage = self.part_of(slot, width)
         for i in range(self.gemm.config.k_tiles):
             acc = tile_mma.multiply_few(acc, self.gemm.decoder, stage, loaded.exponent, i)
-        tile_mma.finish_reads()
+        finish_reads()
         return acc
 
     def add_stage(

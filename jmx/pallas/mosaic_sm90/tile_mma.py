@@ -200,21 +200,6 @@ def multiply_few(
     return body(acc, stage, exponent)
 
 
-def finish_reads() -> None:
-    """What this thread has read of a stage is read before copies into it that wait for its release.
-
-    `ldmatrix` may still be reading when the release is issued, which comes right after it: `mma.sync` needs its results
-    later. And the release orders no copies of TMA after it without a fence (PTX: the generic and the asynchronous
-    proxy). Where wgmma multiplies, it has been waited for, and all that it read.
-    """
-
-    @operation()
-    def body(_: Any) -> None:
-        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-    body()
-
-
 _MULTIPLIERS = tuple(result((), dtype, SCALAR) for dtype in (jnp.int32, jnp.float32))
 
 

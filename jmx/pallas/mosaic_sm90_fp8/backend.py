@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
-from jmx.experts import Experts
+from jmx.experts import ROLES, Experts, padding
 from jmx.grouping import Work
 from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, Format
@@ -85,6 +85,7 @@ class MosaicSm90Fp8(LimitedBackend):
     )
     limits = Limits.hopper(LAYOUT.name, LAYOUT.formats, INPUTS, checks=(_pair, _sizes))
     config_type = Config
+    skips_padding = True
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         return heuristic(_shape(problem, environment))
@@ -97,7 +98,8 @@ class MosaicSm90Fp8(LimitedBackend):
 
     def tiling(self, problem: Problem, environment: Environment) -> Tiling:
         config = tuning.config(self, problem, environment).config
-        whole = config.tokens_may_be_a and _shape(problem, environment).tokens_as_a
+        shape = _shape(problem, environment)
+        whole = shape.whole_blocks or (config.tokens_may_be_a and shape.tokens_as_a)
         return Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT, whole)
 
     def apply(
@@ -111,6 +113,11 @@ class MosaicSm90Fp8(LimitedBackend):
         from jmx.pallas.sm90.gemm import Rows
 
         assert problem.input_format is not None
+        wide = x.shape[-1]
+        if any(size % COLUMN_ALIGNMENT for size in (experts.hidden_size, experts.intermediate_size)):
+            x, experts = padding.widened(x, experts), experts.as_padded()
+        skips = experts.padded_to is not None
+        columns, h_columns = (experts.spec(role).shape[1] for role in ROLES)
         format, one_scale = INPUT_FORMATS[problem.input_format], not INPUT_FORMATS[problem.input_format].by_token
         format = input_formats.FP8_STATIC if one_scale else format  # once the scale is known
         config = tuning.config(self, problem, environment).config
@@ -123,7 +130,7 @@ class MosaicSm90Fp8(LimitedBackend):
             return replace(rows, static_scale=scale_of_rows(rows.values[:, : rows.columns], valid())[None])
 
         def unquantized(work: Work) -> InputRows:
-            rows = InputRows(x, work.row_of, _scale(experts, "gate_up"), x.shape[-1], format, work.num_rows)
+            rows = InputRows(x, work.row_of, _scale(experts, "gate_up"), x.shape[-1], format, work.num_rows, columns)
             rows = rows if problem.on_input else scaled(rows, lambda: (work.row_of >= 0).any(axis=1))
             if work.token_of_row is None:  # few tokens, all of which every block reads
                 return replace(rows, row_of=None, num_rows=x.shape[0])
@@ -149,13 +156,20 @@ class MosaicSm90Fp8(LimitedBackend):
                 weights[0],
                 experts.format,
                 every.gate_up_bias,
-                Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
+                Rows(
+                    experts.spec("gate_up").shape[0],
+                    experts.gate_up_order,
+                    experts.intermediate_size if skips else None,
+                ),
                 dtype,
                 in_kernel(problem.activation),
             )
             summed = jnp.float32 if config.split_k > 1 else dtype
-            down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
-            h = InputRows(None, None, _scale(experts, "down"), experts.intermediate_size, format, num_rows)
+            down = Product(
+                weights[1], experts.format, every.down_bias, Rows(columns, None, x.shape[-1] if skips else None), summed
+            )
+            scale = _scale(experts, "down")
+            h = InputRows(None, None, scale, experts.intermediate_size, format, num_rows, h_columns)
             if config.fuse_quantize:
                 out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
             else:
@@ -163,7 +177,7 @@ class MosaicSm90Fp8(LimitedBackend):
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)[:, :wide]
 
 
 def _used(work: Work) -> Bool[Array, " R"]:
@@ -186,7 +200,8 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
     by_block = blocks_of_inputs or elements.by_block
     sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
-    tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
+    hidden, intermediate = problem.padded_from or (problem.hidden_size, problem.intermediate_size)
+    tiles = -(-intermediate // outputs), -(-hidden // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
     kind = elements.decoded, elements.exact, elements.coded, by_block, blocks_of_inputs
     weighted, num_cores = problem.weights_on == "input", environment.core_count or 1

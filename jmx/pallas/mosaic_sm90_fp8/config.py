@@ -27,7 +27,7 @@ _STAGED_OF_LARGE = 8192  # bytes of results of large blocks, where stages leave 
 _BARRIER_BYTES = 2048
 _QUANTIZE_BYTES = 1024  # of rows' largest magnitudes, or of the scales of resident rows, with alignment
 _MIN_BLOCK = 1.25  # rows of a block, in average rows of an expert, if it is made smaller for more warpgroups
-_WHOLE_BLOCKS = 2  # blocks of an expert, on average, from which on all rows of a block are computed
+_WHOLE_BLOCKS = 2  # blocks of an expert, on average, from which on all but the last are whole
 # Bytes of weights in the pipeline of a launch that quantizes rows: with more, reads and signals of rows wait longer.
 _PIPELINE_BYTES = 136 << 10
 _PIPELINE_BYTES_RESIDENT = 112 << 10  # the same with resident rows, which every SM loads
@@ -235,6 +235,13 @@ class Shape(NamedTuple):
     def tokens_as_a(self) -> bool:
         """Whether tokens may be operand A, of blocks of many: weights are e4m3, and inputs have scales by block."""
         return self.inputs_by_block and not self.decoded
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether an expert's blocks are whole but the last, where it has several of INT4 in groups: blocks of
+        near-equal size are computed up to the next multiple of 16 rows."""
+        in_groups = self.by_block and not self.inputs_by_block and self.decoded
+        return in_groups and self.rows >= _WHOLE_BLOCKS * self._max_block_n
 
     @property
     def _max_block_n(self) -> int:

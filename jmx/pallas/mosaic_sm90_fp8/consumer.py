@@ -23,7 +23,7 @@ from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.sm90 import accumulator, epilogue
 from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.pipeline import Stage
+from jmx.pallas.sm90.pipeline import Stage, finish_reads
 from jmx.pallas.sm90.reduction import RowSums
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Bool, Float32, Int32, Num
@@ -184,7 +184,9 @@ def _adder(gemm: Gemm, width: int) -> Callable[[Totals, list[Slots]], Totals]:
     elements, unit = product.elements, partial(_unit, gemm, width)
 
     def add_at_once(totals: Totals, slots: list[Slots]) -> Totals:
-        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements, alternate=gemm.alternates)
+        totals = wgmma.add_units(totals, [unit(one) for one in slots], elements)
+        if product.scales_units:
+            finish_reads()
         for slot, _ in slots:
             pipeline.release(slot)
         return totals
@@ -210,6 +212,7 @@ def _sum_of_integers(gemm: Gemm, turn: Scalar, width: int) -> Float32[Array, "64
 
     def add(run: integer_sums.Run, slots: list[Slots]) -> integer_sums.Run:
         run = integer_sums.add(run, [_unit(gemm, width, one) for one in slots], product.elements)
+        finish_reads()
         for slot, _ in slots:
             gemm.pipeline.release(slot)
         return run
@@ -294,6 +297,7 @@ def _multiply_by_token(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> 
             sums = tokens_as_a.multiply(unit, first, product.elements)
             plgpu.barrier_arrive(shared.turn_barriers.at[1 - warpgroup])
             new.append(tokens_as_a.add(total, sums, unit, first))
+        finish_reads()
         gemm.pipeline.release(slot)
         return tuple(new)
 

@@ -1,7 +1,7 @@
 """Operand A of elements of 4 bits, for one thread: four registers of 8-bit elements for each slice of 32 columns.
 
 `layout` has the order of a thread's words. Of 8 weights in a word e5m2 of e2m1 takes 11 instructions, with the scales
-of their blocks; e4m3 of int4 takes 7, and int8 of it 5.
+of their blocks; e4m3 of int4 takes 6, and int8 of it 5.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jmx.pallas.mosaic_sm90_fp8.elements import E4M3, E5M2, S8, Elements
+from jmx.pallas.mosaic_sm90_fp8.elements import E4M3, E5M2, Elements
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
 from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import constant, run, thread_index
@@ -32,13 +32,13 @@ _SIGNS = (
     "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x80808080, $2, 0xEA; }",
 )
 _ROTATED = "shf.l.wrap.b32 $0, $1, $1, 4;"  # codes 4..7 of int4 to where codes 0..3 were
-_OF_INT4 = {  # of four codes, each a sign and three bits of the magnitude of its one's complement
-    # -1 - magnitude is one more in magnitude, which at 8 carries into the exponent.
-    E4M3: (
-        "{ .reg .b32 t, s; and.b32 t, $1, 0x87878787; and.b32 s, $1, 0x80808080; shr.u32 s, s, 7; add.u32 $0, t, s; }"
-    ),
-    S8: "{ .reg .b32 s; prmt.b32 s, $1, 0, 0xba98; lop3.b32 $0, $1, 0x07070707, s, 0x6a; }",  # (a & b) ^ c
-}
+_SIGNS_OF_INT4, _MAGNITUDES_OF_INT4 = ("and.b32 $0, $1, 0x88888888;", "and.b32 $0, $1, 0x77777777;")
+# A code is -1 - magnitude if its sign is set: one more in magnitude, which at 8 carries into e4m3's exponent. Each
+# sign, rotated to the right by 7, is where the nibble of its magnitude begins.
+_ONE_MORE = "{ .reg .b32 t; shf.l.wrap.b32 t, $1, $1, 25; add.u32 $0, $2, t; }"
+_LOWER = "lop3.b32 $0, $1, 0x0f0f0f0f, $2, 0xe2;"  # (a & b) | (c & ~b), of magnitudes and signs: codes 0..3
+_HIGHER = "lop3.b32 $0, $1, 0xf0f0f0f0, $2, 0xe2;"  # the same of codes 4..7, which are to be rotated
+_S8_OF_INT4 = "{ .reg .b32 s; prmt.b32 s, $1, 0, 0xba98; lop3.b32 $0, $1, 0x07070707, s, 0x6a; }"  # (a & b) ^ c
 
 
 def decoded(elements: Elements, values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
@@ -55,9 +55,20 @@ def decoded(elements: Elements, values: ir.Value, scales: ir.Value) -> list[list
 
 def int4_slices[T](kind: str, words: Sequence[T], run: Callable[..., T]) -> list[list[T]]:
     """Registers of operand A, of `kind`, for the words of a unit. `run` runs PTX on them."""
-    text = _OF_INT4[kind]
-    halves = [[run(text, word), run(text, run(_ROTATED, word))] for word in words]
+    halves = [(_e4m3_of_int4 if kind == E4M3 else _s8_of_int4)(word, run) for word in words]
     return [[halves[2 * nth + row][half] for half in range(2) for row in range(2)] for nth in range(SLICES)]
+
+
+def _e4m3_of_int4[T](word: T, run: Callable[..., T]) -> tuple[T, T]:
+    """Codes 0..3 and 4..7 of a word, each a sign and three bits of the magnitude of its one's complement."""
+    signs = run(_SIGNS_OF_INT4, word)
+    magnitudes = run(_ONE_MORE, signs, run(_MAGNITUDES_OF_INT4, word))
+    return run(_LOWER, magnitudes, signs), run(_ROTATED, run(_HIGHER, magnitudes, signs))
+
+
+def _s8_of_int4[T](word: T, run: Callable[..., T]) -> tuple[T, T]:
+    """The same as int8."""
+    return run(_S8_OF_INT4, word), run(_S8_OF_INT4, run(_ROTATED, word))
 
 
 def _piece(values: ir.Value, nth: int) -> list[ir.Value]:

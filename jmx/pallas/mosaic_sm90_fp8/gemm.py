@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config
+from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
@@ -152,13 +152,6 @@ class Gemm:
         """This warpgroup's index along the columns."""
         mine, config = self.warpgroup, self.config
         return 0 if config.warpgroups_k == 1 else lax.div(mine, config.warpgroups_m)
-
-    @property
-    def alternates(self) -> bool:
-        """Whether two warpgroups multiply in turns: where each unit's sums are decoded and scaled, in large blocks."""
-        elements, config = self.product.elements, self.config
-        scaled = elements.decoded and elements.by_block and not elements.exact
-        return scaled and (config.warpgroups_m, config.warpgroups_k) == (2, 1) and config.block_n > MAX_WIDTH
 
     @property
     def tokens_may_be_a(self) -> bool:

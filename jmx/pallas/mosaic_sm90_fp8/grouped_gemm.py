@@ -65,8 +65,9 @@ class Product(BaseProduct):
 
     @property
     def m_tiles(self) -> int:
-        """Tiles along the weight's rows."""
-        return self.weight.values.shape[1]
+        """Tiles along the weight's rows that are computed."""
+        computed = self.rows.computed
+        return self.weight.values.shape[1] if computed is None else -(-computed // self.tile_columns)
 
     @property
     def units(self) -> int:

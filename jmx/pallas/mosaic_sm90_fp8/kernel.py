@@ -36,7 +36,6 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm, SharedMemory
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.producer import copy_rows, copy_weights
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
-from jmx.pallas.mosaic_sm90_fp8.wgmma import begin_turns
 from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
@@ -122,8 +121,6 @@ def grouped_products(
 
         def consume_all() -> None:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(shared.turn_barriers.at[0]))
-            if any(gemm.alternates for gemm in gemms):
-                pl.when(warpgroup == 1)(begin_turns)
             each(consume)
 
         specialize(warpgroup, config, consume_all, lambda: each(copy_weights), lambda: each(copy_rows))

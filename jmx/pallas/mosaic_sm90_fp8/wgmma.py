@@ -22,14 +22,13 @@ from jmx.pallas.sm90.accumulator import accumulator, sums_of
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, thread_index, utils
 from jmx.pallas.sm90.operation import Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
-from jmx.pallas.sm90.tiles import THREADS, TILE
+from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Num
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
 _SLICE_BYTES = 32
 _SUMS_AND_OPERANDS = 192  # registers of a thread for these
-_TURNS = 8  # the first of two named barriers; Mosaic GPU takes those with lower numbers, one for each warpgroup
 
 
 def _refs(unit: Stage) -> dict[str, Ref]:
@@ -39,7 +38,7 @@ def _refs(unit: Stage) -> dict[str, Ref]:
 
 
 def add_units(
-    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], elements: Elements, *, alternate: bool = False
+    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], elements: Elements
 ) -> tuple[Float32[Array, "64 n"], ...]:
     """`totals` plus units times their rows, transposed: products of 8 bits by `wgmma`, accumulated in float32.
 
@@ -51,8 +50,6 @@ def add_units(
         units: references of one unit each: `values` uint8 (16, 256) of 4 bits or (64, 128), `scales` (256,) uint8 of
             MXFP4 or (64,) floats, `x` (n, 128), `x_scales` (n,).
         elements: what is multiplied.
-        alternate: whether warpgroups 0 and 1, the only ones, multiply in turns, so that one decodes and adds while the
-            tensor cores compute for the other: see `begin_turns`.
     """
     n, decoded = totals[0].shape[1], elements.decoded
     refs = [ref for unit in units for ref in _refs(unit).values()]
@@ -70,8 +67,7 @@ def add_units(
         parts, new = range(len(old)), [sums_of(total) for total in old]
         apart = mine[0].x_scales is not None or elements.by_block
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
-        beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS and not alternate
-        mine_next = _turns() if alternate else None
+        beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
         sums, done, operand = None, None, operand_of(mine[0], elements)
 
         def add(done: tuple[list[ir.Value], Stage, int], pending: int) -> None:
@@ -80,17 +76,12 @@ def add_units(
             new[part] = _added(new[part], wait(products, pending), of_rows, unit.x_scales, part * n)
 
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
-            if mine_next is not None:
-                utils.inline_ptx(f"bar.sync $0, {2 * THREADS};", mine_next[0], has_side_effects=True)
-            sums = start_product(sums, operand, descriptor(unit.x, part * n), n, elements, last_apart=alternate)
+            sums = start_product(sums, operand, descriptor(unit.x, part * n), n, elements)
             if done is not None:
                 add(done, 1)  # while the tensor cores run, like what follows
                 done = None
             if following is not None and following is not unit:
                 operand = operand_of(following, elements)
-            if mine_next is not None:  # the other's product starts while the last slice's runs
-                utils.inline_ptx("wgmma.wait_group.sync.aligned 1;", has_side_effects=True)
-                utils.inline_ptx(f"bar.arrive $0, {2 * THREADS};", mine_next[1], has_side_effects=True)
             if apart or unit is mine[-1]:
                 done, sums = (sums, unit, part), None
             if done is not None and (following is None or not beside):
@@ -99,26 +90,6 @@ def add_units(
         return tuple(accumulator(total, values) for total, values in zip(old, new, strict=True))
 
     return body(*totals, *refs)
-
-
-def begin_turns() -> None:
-    """Makes the first turn that of warpgroup 0. Warpgroup 1 calls it once.
-
-    Turns are two of the CTA's named barriers, `_TURNS` and the next one. The warpgroup of which it is the turn waits at
-    its own; the other one arrives there when it has finished its own turn.
-    """
-
-    @operation(arg_types=())
-    def body(_: Any) -> None:
-        utils.inline_ptx(f"bar.arrive {_TURNS}, {2 * THREADS};", has_side_effects=True)
-
-    body()
-
-
-def _turns() -> tuple[ir.Value, ir.Value]:
-    """The barriers of this warpgroup and of the other one."""
-    mine = arith.addi(arith.divui(utils.thread_idx(), constant(THREADS)), constant(_TURNS))
-    return mine, arith.subi(constant(2 * _TURNS + 1), mine)
 
 
 def sums_dtype(elements: Elements) -> Any:
@@ -200,13 +171,8 @@ def start_product(
     x: ir.Value,
     n: int,
     elements: Elements,
-    *,
-    last_apart: bool = False,
 ) -> list[ir.Value]:
-    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet.
-
-    They are one group, or with `last_apart` two: the last slice's is the second.
-    """
+    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet."""
     size = n // 2
     of_sums, kind, letter, negate = ("s32", i32(), "r", "") if elements.exact else ("f32", f32(), "f", ", 1, 1")
     out = llvm.StructType.get_literal([kind] * size)
@@ -221,12 +187,11 @@ def start_product(
         else:
             a, makes = operand[nth], ""
             name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
-        ends = " wgmma.commit_group.sync.aligned;" if last_apart and nth + 2 == SLICES else ""
         text = (
             f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
             f"setp.ne.b32 p, ${first + 1}, 0; "
             f"wgmma.mma_async.sync.aligned.m64n{n}k32.{of_sums}.{elements.a}.{elements.b} "
-            f"{{{names}}}, {name}, d, p{negate};{ends} }}"
+            f"{{{names}}}, {name}, d, p{negate}; }}"
         )
         tied = [str(i) for i in range(len(values))]
         kinds = ["l"] if len(a) == 1 else ["r"] * 4

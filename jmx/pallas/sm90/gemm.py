@@ -22,19 +22,21 @@ class Rows:
     Args:
         num_rows: rows of the weight, without padding.
         gate_up_order: one of `GATE_UP_ORDERS` if tiles hold gate and up; None if they do not.
+        computed: how many outputs are needed, the first ones, if weights have more; None: all.
     """
 
     num_rows: int
     gate_up_order: str | None
+    computed: int | None = None
 
     @property
     def num_outputs(self) -> int:
         """Columns of the result, padded to whole tiles."""
-        return -(-self.outputs // TILE) * TILE
+        return -(-(self.computed or self.outputs) // TILE) * TILE
 
     @property
     def outputs(self) -> int:
-        """Columns of the result, without padding."""
+        """Columns of a result of all rows, without padding to tiles."""
         return self.num_rows if self.gate_up_order is None else self.num_rows // 2
 
     def output(self, tile: ir.Value) -> ir.Value:

@@ -19,7 +19,7 @@ Every wait for a stage and every release of one is a call of these four methods 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.sm90.operation import Ref
+from jmx.pallas.sm90.mlir import utils
+from jmx.pallas.sm90.operation import Ref, operation
 from jmx.pallas.sm90.scheduler import Share
 from jmx.util.typing import Array, Int32
 
 Scalar = Int32[Array, ""]
+
+
+def finish_reads() -> None:
+    """What this thread has read of a stage is read before copies into it that wait for its release.
+
+    A load may still be reading when the release is issued, since nothing may need its result earlier. And the release
+    orders no copies of TMA after it without a fence (PTX: the generic and the asynchronous proxy). What only wgmma has
+    read needs none: it has been waited for.
+    """
+
+    @operation()
+    def body(_: Any) -> None:
+        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    body()
 
 
 class Stage(NamedTuple):

@@ -6,8 +6,8 @@ from itertools import product
 FEW_TOKENS = 8  # up to so many, tokens are not sorted: the smallest M of a tensor core instruction here
 # Of three times a thread's sums plus its weights of a step: above this, ptxas spills on compute capability 8.0.
 _MAX_REGISTERS = 304
-# Of a group of 32 weights, in the format with the most: a float32 scale and a zero point, or three 16-bit factors.
-_GROUP_BYTES = 6
+# Of a group of 32 weights, in the format with the most: a float32 scale and a zero point; three factors of 16 bits.
+_GROUP_BYTES = 5
 _GROUP_FACTORS = 3
 MAX_SUMS = 128  # float32 sums per thread, half of its 255 registers
 _MAX_MMA_SUMS = 64  # the same for `mma`: with 128 ptxas spills
@@ -74,12 +74,20 @@ class Config:
 
     @property
     def tiles(self) -> list["Config"]:
-        """Those of blocks of ever fewer rows, itself first; with as many stages as its own shared memory holds."""
+        """Those of blocks of ever fewer rows, itself first.
+
+        Each has half as many rows as the one before, and, down to four, half as many warps. So several of its CTAs are
+        on an SM, and it has a stage more or fewer, as its warps' share of this one's shared memory holds.
+        """
         found: list[Config] = [replace(self, narrow_m=0)]
         while self.narrow_m and found[-1].block_m > self.narrow_m:
-            narrower = replace(found[-1], block_m=found[-1].block_m // 2)
-            more = replace(narrower, num_stages=narrower.num_stages + 1)
-            found.append(more if more.shared_memory <= self.shared_memory else narrower)
+            wider = found[-1]
+            warps = max(min(4, wider.num_warps), wider.num_warps // 2)
+            share = self.shared_memory * warps // self.num_warps
+            stages = range(wider.num_stages + 1, 1, -1)
+            narrower = replace(wider, block_m=wider.block_m // 2, num_warps=warps, num_stages=2)
+            made = (replace(narrower, num_stages=number) for number in stages)
+            found.append(next((each for each in made if each.shared_memory <= share), narrower))
         return found
 
     @property
@@ -138,8 +146,13 @@ def copies_tokens(config: Config) -> bool:
     return 2 * config.block_m * config.block_k // config.products >= 4 * 32 * config.num_warps
 
 
-# With `wgmma`, two CTAs to an SM: one decodes while the other multiplies. Fewer rows, and more.
-_WGMMA = Config(64, 128, 128, 4, 3, products=1, narrow_m=16), Config(128, 128, 128, 4, 2, products=1, narrow_m=32)
+# With `wgmma`, from few rows an expert to many. Of the first two, two CTAs to an SM: one decodes while the other
+# multiplies. The last decodes a weight once for twice as many rows.
+_WGMMA = (
+    Config(64, 128, 128, 4, 3, products=1, narrow_m=16),
+    Config(128, 128, 128, 4, 2, products=1, narrow_m=32),
+    Config(256, 128, 128, 8, 3, products=1, narrow_m=32),
+)
 
 
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
@@ -153,7 +166,7 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
     if rows <= 12:
         return Config(16, 64, 256, 2, 3, products=4)
     if capability >= (9, 0):  # Triton waits for each `wgmma`, so there is one a step
-        return _WGMMA[0] if rows <= 48 else _WGMMA[1]
+        return _WGMMA[0] if rows <= 48 else _WGMMA[1] if rows <= 208 else _WGMMA[2]
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
     if rows <= 48:

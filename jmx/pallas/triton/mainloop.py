@@ -25,6 +25,10 @@ from jmx.pallas.triton.scale_codes import any_large, reader
 from jmx.pallas.triton.tile import TileRows, WorkItem
 from jmx.util.typing import Array, Float32, Int32, Shaped
 
+# Tiles of so many rows read x without a mask of rows, which takes three instructions for every 16 bytes. Smaller ones
+# are those of last rows, most of which are not there.
+_LARGE_ROWS = 256
+
 # (steps, step(index, state) -> state, state) -> state
 Loop = Callable[[int, Callable[[Int32[Array, ""], Any], Any], Any], Any]
 
@@ -140,8 +144,11 @@ class Mainloop:
                 plgpu.max_contiguous(pl.multiple_of(permuted_index(position, word), RUN), RUN)
                 for position in range(WORD_ELEMENTS)
             ]
+        masks_rows = self.operands.ids is not None or config.block_m < _LARGE_ROWS
         for weight, index in zip(weights, indices, strict=True):
-            mask = (index < x.shape[1])[:, None] & rows.x_mask[None, :]
+            mask = jnp.broadcast_to((index < x.shape[1])[:, None], (index.size, rows.x.size))
+            if masks_rows:
+                mask &= rows.x_mask[None, :]
             tokens = plgpu.load(x.at[rows.x[None, :], index[:, None]], mask=mask, other=0)
             sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
         return sums

@@ -50,7 +50,7 @@ class TileRows(NamedTuple):
     `weight`, `weight_mask` (block_n,): rows of the weight, and which of them exist.
     `column` (block_n,): the column of the result that each of these belongs to.
     `row` (block_m,): rows of the block, from 0 on.
-    `x`, `x_mask` (block_m,): rows of x, and which of them are computed.
+    `x`, `x_mask` (block_m,): rows of x, and which of them are computed; the others are these again.
     `part`: the part of K.
     """
 
@@ -80,9 +80,9 @@ class TileRows(NamedTuple):
         if operands.ids is not None:
             assert operands.block_ids is not None
             x_mask &= _tokens_with(operands.ids, row, operands.block_ids[item.block])
-        x = operands.blocks.x_rows[item.block] + row
+        x = operands.blocks.x_rows[item.block] + jnp.fmod(row, item.num_rows)
         if operands.row_of is not None:
-            x = plgpu.load(operands.row_of.at[x], mask=x_mask, other=0)
+            x = plgpu.load(operands.row_of.at[x])
         return cls(weight, weight_mask, column, row, x, x_mask, item.part)
 
 

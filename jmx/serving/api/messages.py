@@ -18,8 +18,18 @@ def _content(name: str, value: Any) -> str:
         return text(name, value)
     if not isinstance(value, list):
         raise TypeError(f"`{name}` (a {type(value).__name__}) must be a string, or a list of parts that are texts")
-    part = record({"type": Field(only("text", why="the model reads text")), "text": Field(text)}, ("type", "text"))
-    return "".join(item["text"] for item in list_of(part, MOST_MESSAGES)(name, value))
+    return "".join(item["text"] for item in list_of(_part, MOST_MESSAGES)(name, value))
+
+
+_TYPE = only("text", why="the model reads text")
+_FIELDS_OF_PART = record({"type": Field(_TYPE), "text": Field(text)}, ("type", "text"))
+
+
+def _part(name: str, value: Any) -> dict[str, Any]:
+    """A part that is a text. Of another one, such as an image, the type is the error, and no field of its own."""
+    if (kind := json_object(name, value).get("type")) is not None:
+        _TYPE(f"{name}.type", kind)
+    return _FIELDS_OF_PART(name, value)
 
 
 def _arguments(name: str, value: Any) -> Any:

@@ -123,6 +123,7 @@ class Engine:
             programs = Programs(weights, sizes.pools, model.split, limits.decode_steps, store)
         self._programs = programs
         self._slots = Slots(limits.max_users, sizes.widths)
+        self._forbidding: set[int] = set()  # slots in whose history not all tokens are allowed
         self._begin_slot = jax.jit(_begin_slot, donate_argnums=0)
         self._allow = jax.jit(_allow, donate_argnums=0)
         self._guides = guides
@@ -292,7 +293,8 @@ class Engine:
         request = active.request
         if active.fresh:
             self._slots.begin(slot, request.sampler, len(request.prompt))
-            if request.sampler.has_penalties or request.banned or active.guide is not None:
+            needs_history = request.sampler.has_penalties or request.banned or active.guide is not None
+            if needs_history or slot in self._forbidding:  # by the slot's last request: this one is free of it
                 self._set_history(slot, request.prompt, active.tokens[len(request.prompt) :], request.banned)
             active.fresh = False
         if active.guide is not None:
@@ -305,6 +307,7 @@ class Engine:
         counts = np.bincount(np.asarray(new, np.int64), minlength=self._vocab_size).astype(np.int32)
         history = self._begin_slot(self._device.history, np.int32(slot), in_prompt, counts, self._words(banned))
         self._device = self._device._replace(history=history)
+        (self._forbidding.add if banned else self._forbidding.discard)(slot)
 
     def _follow(self, slot: int, guide: Guide, banned: Sequence[int]) -> bool:
         """Forbids what a guide does not allow next, besides what is banned. Returns whether it allows something."""
@@ -312,6 +315,7 @@ class Engine:
         allowed[: len(found)] &= found
         allowed[len(found) :] = 0
         self._device = self._device._replace(history=self._allow(self._device.history, np.int32(slot), allowed))
+        self._forbidding.add(slot)
         return not guide.has_failed and bool(allowed.any())
 
     def _words(self, banned: Sequence[int]) -> np.ndarray:

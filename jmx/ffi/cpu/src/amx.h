@@ -1,12 +1,12 @@
-// AMX, for bfloat16 rows: one instruction multiplies 16 rows of the weight by 16 rows of x, 32 columns of each, and adds to
-// 256 sums.
+// AMX, for bfloat16 rows: one instruction multiplies 16 rows of the weight by 16 rows of x, 32 columns of each, and
+// adds to 256 sums.
 //
-// Each row of a weight tile holds 32 columns of one row of the weight: in order, or, where scales are powers of two, those
-// of a vector of a step of four blocks (four_blocks.h), whose exponents the scales change. Each row of an x tile holds one
-// pair of columns of all 16 rows, so x is transposed first, once for all weights that it is multiplied by. kWeightTiles
-// tiles of weights are decoded into a panel, which is multiplied by two tiles of x at a time, all sums in registers. The
-// next panel is decoded between these instructions. Where two tiles of x are all, a panel is never read again: its steps
-// share a ring of a few, which stays in the L1 cache, and are decoded just before they are multiplied.
+// Each row of a weight tile holds 32 columns of one row of the weight: in order, or, where scales are powers of two,
+// those of a vector of a step of four blocks (four_blocks.h), whose exponents the scales change. Each row of an x tile
+// holds one pair of columns of all 16 rows, so x is transposed first, once for all weights that it is multiplied by.
+// kWeightTiles tiles of weights are decoded into a panel, which is multiplied by two tiles of x at a time, all sums in
+// registers. The next panel is decoded between these instructions. Where two tiles of x are all, a panel is never read
+// again: its steps share a ring of a few, which stays in the L1 cache, and are decoded just before they are multiplied.
 #pragma once
 
 #include <immintrin.h>
@@ -67,7 +67,9 @@ class Amx {
  public:
   static constexpr int64_t kTasksPerClaim = 16;  // many, since x is transposed once for all tasks of a claim
 
-  static int64_t ScratchBytes(int64_t k) { return kSumBytes + 2 * PanelBytes(k) + MaxXTiles(k) * Steps(k) * kTileBytes; }
+  static int64_t ScratchBytes(int64_t k) {
+    return kSumBytes + 2 * PanelBytes(k) + MaxXTiles(k) * Steps(k) * kTileBytes;
+  }
 
   static void RunGemm(const jmx::Gemm& gemm) {
     const TileRegisters configured;
@@ -85,7 +87,8 @@ class Amx {
   static constexpr int kLocality = 2;  // of prefetches: to the L2 cache
   static constexpr int64_t kXCacheBytes = 1 << 20;  // x that all panels are multiplied by in turn: half of the L2 cache
 
-  static constexpr int kSideBySide = Format::kHasPowersOfTwo ? FourBlocks::kBlocks : 1;  // blocks of a row decoded at once
+  // Blocks of a row decoded at once.
+  static constexpr int kSideBySide = Format::kHasPowersOfTwo ? FourBlocks::kBlocks : 1;
 
   static constexpr int64_t kStepBytes = kWeightTiles * kTileBytes;
   static constexpr int64_t kRingSteps = 8, kStepsAhead = 4;  // of a ring, and how far decoding is ahead of multiplying
@@ -106,7 +109,10 @@ class Amx {
   class Panel {
    public:
     Panel(const jmx::Gemm& gemm, int64_t column, Place place)
-        : format_(gemm, column), place_(place), steps_(Steps(gemm.k)), columns_(static_cast<int>(std::clamp<int64_t>(gemm.columns - column, 0, kColumns))),
+        : format_(gemm, column),
+          place_(place),
+          steps_(Steps(gemm.k)),
+          columns_(static_cast<int>(std::clamp<int64_t>(gemm.columns - column, 0, kColumns))),
           prefetch_(format_.Values(columns_)) {
       if constexpr (Format::kHasPowersOfTwo) has_ordinary_scales_ = columns_ > 0 && format_.HasOrdinaryScales(columns_);
     }
@@ -191,17 +197,20 @@ class Amx {
     for (int64_t row = begin; row < end; row += kSide)
       PackX(gemm, row, std::min(row + kSide, end), x + (row - begin) / kSide * tile_bytes);
     if (end - begin <= kXTiles * kSide) return MultiplyOnce(gemm, begin, end, x, sums, panels);
-    const int64_t num_steps = (end - begin + kXTiles * kSide - 1) / (kXTiles * kSide) * steps;  // of all products with one panel
+    // Of all products with one panel.
+    const int64_t num_steps = (end - begin + kXTiles * kSide - 1) / (kXTiles * kSide) * steps;
     std::optional<Panel> both_panels[2];
     both_panels[0].emplace(gemm, 0, Place{panels});
     both_panels[0]->Decode(both_panels[0]->left());
     for (int64_t i = 0, column = 0; column < gemm.columns; ++i, column += kColumns) {
       const Panel& panel = *both_panels[i % 2];
-      Panel& next = both_panels[(i + 1) % 2].emplace(gemm, column + kColumns, Place{panels + (i + 1) % 2 * panel_bytes});
+      Panel& next =
+          both_panels[(i + 1) % 2].emplace(gemm, column + kColumns, Place{panels + (i + 1) % 2 * panel_bytes});
       const int64_t share = (next.left() + num_steps - 1) / num_steps;
       for (int64_t row = begin; row < end; row += kXTiles * kSide) {
         const char* const tiles = x + (row - begin) / kSide * tile_bytes;
-        MultiplyPanel(gemm, panel, tiles, row, std::min<int64_t>(end - row, kXTiles * kSide), column, sums, [&] { next.Decode(share); });
+        MultiplyPanel(gemm, panel, tiles, row, std::min<int64_t>(end - row, kXTiles * kSide), column, sums,
+                      [&] { next.Decode(share); });
       }
     }
   }
@@ -222,11 +231,14 @@ class Amx {
     }
   }
 
-  // Multiplies a panel, which begins at `column`, by `rows` rows of x from `row` on; `interleaved` is called after each step.
+  // Multiplies a panel, which begins at `column`, by `rows` rows of x from `row` on; `interleaved` is called after each
+  // step.
   template <typename Interleaved>
-  static void MultiplyPanel(const jmx::Gemm& gemm, const Panel& panel, const char* x, int64_t row, int64_t rows, int64_t column, char* sums,
-                            const Interleaved& interleaved) {
-    const auto multiply = [&]<int weights, int tokens>() { Multiply<weights, tokens>(panel.place(), x, Steps(gemm.k), sums, interleaved); };
+  static void MultiplyPanel(const jmx::Gemm& gemm, const Panel& panel, const char* x, int64_t row, int64_t rows,
+                            int64_t column, char* sums, const Interleaved& interleaved) {
+    const auto multiply = [&]<int weights, int tokens>() {
+      Multiply<weights, tokens>(panel.place(), x, Steps(gemm.k), sums, interleaved);
+    };
     if (panel.columns() > kSide) {
       if (rows > kSide) multiply.template operator()<2, 2>();
       else multiply.template operator()<2, 1>();
@@ -236,7 +248,8 @@ class Amx {
     }
     for (int w = 0; w * kSide < panel.columns(); ++w)
       for (int t = 0; t * kSide < rows; ++t)
-        StoreSums(gemm, panel, w, sums + (w * kXTiles + t) * kTileBytes, row + t * kSide, std::min<int64_t>(rows - t * kSide, kSide), column);
+        StoreSums(gemm, panel, w, sums + (w * kXTiles + t) * kTileBytes, row + t * kSide,
+                  std::min<int64_t>(rows - t * kSide, kSide), column);
   }
 
   // Rows begin..end of x, at most 16, as consecutive tiles.
@@ -247,7 +260,8 @@ class Amx {
       for (int64_t m = 0; m < end - begin; ++m) {
         const uint16_t* const row = x + m * gemm.k;
         if constexpr (kSideBySide == 1) {
-          rows[0][m] = (step + 1) * jmx::kBlock <= gemm.k ? Bfloats::LoadX<false>(row, step, 0, gemm.k) : Bfloats::LoadX<true>(row, step, 0, gemm.k);
+          rows[0][m] = (step + 1) * jmx::kBlock <= gemm.k ? Bfloats::LoadX<false>(row, step, 0, gemm.k)
+                                                          : Bfloats::LoadX<true>(row, step, 0, gemm.k);
         } else {
           __m512i vectors[kSideBySide];
           FourBlocks::PackX(row + step * jmx::kBlock, gemm.k - step * jmx::kBlock, vectors);
@@ -295,7 +309,8 @@ class Amx {
   }
 
   // Stores the sums of tile `w` of a panel that begins at `column`, for `rows` rows of x from `row` on.
-  static void StoreSums(const jmx::Gemm& gemm, const Panel& panel, int w, const char* sums, int64_t row, int64_t rows, int64_t column) {
+  static void StoreSums(const jmx::Gemm& gemm, const Panel& panel, int w, const char* sums, int64_t row, int64_t rows,
+                        int64_t column) {
     const int columns = std::min(kSide, panel.columns() - w * kSide);
     const __mmask16 here = static_cast<__mmask16>((1u << columns) - 1);
     alignas(64) float factors[kSide] = {};
@@ -307,7 +322,8 @@ class Amx {
     for (int n = 0; n < kSide; ++n) totals[n] = _mm512_load_si512(sums + n * kRowBytes);
     Transpose(totals);
     for (int m = 0; m < rows; ++m)
-      _mm512_mask_storeu_ps(gemm.out + (row + m) * gemm.out_stride + column, here, _mm512_fmadd_ps((__m512)totals[m], factor, bias));
+      _mm512_mask_storeu_ps(gemm.out + (row + m) * gemm.out_stride + column, here,
+                            _mm512_fmadd_ps((__m512)totals[m], factor, bias));
   }
 };
 

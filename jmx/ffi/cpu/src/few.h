@@ -1,8 +1,8 @@
 // AVX-512 BF16, for calls with few bfloat16 rows per expert: memory is the bound, if weights are decoded fast enough.
 //
-// A step decodes four blocks of a weight row side by side (four_blocks.h), without their scales. The products of a step are
-// summed from zero, and the sum is multiplied by the blocks' scales, eight weights per lane. A zero point subtracts that
-// multiple of the sum of the lane's eight elements of x.
+// A step decodes four blocks of a weight row side by side (four_blocks.h), without their scales. The products of a step
+// are summed from zero, and the sum is multiplied by the blocks' scales, eight weights per lane. A zero point subtracts
+// that multiple of the sum of the lane's eight elements of x.
 #pragma once
 
 #include <algorithm>
@@ -30,15 +30,18 @@ class FewRows {
   typedef typename Vector<float, 16>::Type Sum;
   static constexpr int kTileRows = 4;   // rows of x in a register tile
   static constexpr int kStepBlocks = FourBlocks::kBlocks, kStepWeights = FourBlocks::kWeights;
-  static constexpr int kPairedRows = 2;      // rows of the weight that are read side by side: hardware prefetchers follow few streams
+  // Rows of the weight that are read side by side: hardware prefetchers follow few streams.
+  static constexpr int kPairedRows = 2;
   static constexpr int kPrefetchBytes = 6144;  // how far prefetches are ahead of loads
-  static constexpr int kScaleColumns = 32;  // columns whose scales are checked together, and how far ahead scales are prefetched
+  // Columns whose scales are checked together, and how far ahead scales are prefetched.
+  static constexpr int kScaleColumns = 32;
   static constexpr int kCachedColumns = 64;   // columns whose weights stay in the cache for the next rows of x
 
   // Scales multiply sums of a step (with zero points or without), or, where some are unusual, are part of the tables.
   enum Mode { kOrdinaryScales, kZeroPoints, kAnyScales };
 
-  static constexpr int kVectors = kStepBlocks + (Format::kMayHaveZeros ? 1 : 0);  // of a step of x; for zero points, the last one contains sums
+  // Of a step of x; for zero points, the last one contains sums.
+  static constexpr int kVectors = kStepBlocks + (Format::kMayHaveZeros ? 1 : 0);
 
   // Vectors of a row of x, whose last step is padded with zeros.
   static int64_t Stride(int64_t k) { return (jmx::Blocks(k) + kStepBlocks - 1) / kStepBlocks * kVectors; }
@@ -70,7 +73,8 @@ class FewRows {
             if (gemm.zero_points != nullptr) RunColumns<max_rows, kZeroPoints>(gemm, x, row, column, next);
             else RunColumns<max_rows, kOrdinaryScales>(gemm, x, row, column, next);
           } else {
-            if (Format(gemm, column).HasOrdinaryScales(next - column)) RunColumns<max_rows, kOrdinaryScales>(gemm, x, row, column, next);
+            if (Format(gemm, column).HasOrdinaryScales(next - column))
+              RunColumns<max_rows, kOrdinaryScales>(gemm, x, row, column, next);
             else RunColumns<max_rows, kAnyScales>(gemm, x, row, column, next);
           }
         }
@@ -93,7 +97,8 @@ class FewRows {
 
     for (int first = 0; first < jmx::kTileColumns; first += kPairedRows) {
       Sum here[rows][kPairedRows] = {};  // stays in registers
-      const auto step = [&](int64_t block, int64_t count) __attribute__((always_inline)) {  // `count`: weights of the step
+      // `count`: weights of the step.
+      const auto step = [&](int64_t block, int64_t count) __attribute__((always_inline)) {
         for (int n = 0; n < kPairedRows; ++n) {
           const uint8_t* at = format.Values(first + n) + block * (jmx::kBlock / 2);
           __m512i weights[kStepBlocks];
@@ -101,7 +106,8 @@ class FewRows {
           if constexpr (mode == kAnyScales) {
             FourBlocks::Decode(format, first + n, block, weights);
           } else {
-            const __m512i words = count == kStepWeights ? Load<__m512i>(at) : _mm512_maskz_loadu_epi8((1ull << count / 2) - 1, at);
+            const __m512i words =
+                count == kStepWeights ? Load<__m512i>(at) : _mm512_maskz_loadu_epi8((1ull << count / 2) - 1, at);
             FourBlocks::Lookup(words, table, weights);
             factor = (Sum)format.Factors(first + n, block, count);
             if constexpr (mode == kZeroPoints)
@@ -120,8 +126,10 @@ class FewRows {
       };
       const uint8_t* next = format.Values(first) + kPrefetchBytes;
       int64_t block = 0;
-      for (; block * jmx::kBlock + kStepWeights <= k; block += kStepBlocks) {  // prefetches as much as it reads, in memory order
-        for (int line = 0; line < kPairedRows; ++line) __builtin_prefetch(next + (block * kPairedRows / kStepBlocks + line) * 64);
+      // Prefetches as much as it reads, in memory order.
+      for (; block * jmx::kBlock + kStepWeights <= k; block += kStepBlocks) {
+        for (int line = 0; line < kPairedRows; ++line)
+          __builtin_prefetch(next + (block * kPairedRows / kStepBlocks + line) * 64);
         if (block % (2 * Format::kScalesEvery) == 0)
           __builtin_prefetch(format.ScaleAddress((kScaleColumns + first) * blocks + block * kPairedRows));
         step(block, kStepWeights);
@@ -137,7 +145,8 @@ class FewRows {
       float* out = gemm.out + (row + m) * gemm.out_stride + column;
       for (int n = 0; n < jmx::kTileColumns; ++n) {
         const float element_scale = mode == kAnyScales ? 1 : Format::kElementScale;
-        out[n] = MultiplyAdd(totals[n] * element_scale, format.Factor(n), gemm.bias == nullptr ? 0 : gemm.bias[column + n]);
+        out[n] =
+            MultiplyAdd(totals[n] * element_scale, format.Factor(n), gemm.bias == nullptr ? 0 : gemm.bias[column + n]);
       }
     }
   }

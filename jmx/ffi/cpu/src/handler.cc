@@ -15,8 +15,8 @@
 
 namespace jmx {
 
-// The attributes of a call. `group`: weights that share a scale, or kWholeRow. `few`: calls of these shapes have few rows per
-// expert. Their sums may have another order, which must not depend on the contents of the blocks.
+// The attributes of a call. `group`: weights that share a scale, or kWholeRow. `few`: calls of these shapes have few
+// rows per expert. Their sums may have another order, which must not depend on the contents of the blocks.
 struct Attributes {
   std::string_view instructions, format;
   int64_t group;
@@ -27,10 +27,13 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kTaskColumns = 64;  // columns of the result per task: few, so that all threads finish at about the same time
+// Columns of the result per task: few, so that all threads finish at about the same time.
+constexpr int64_t kTaskColumns = 64;
 constexpr int64_t kMemoryBoundRows = 4;  // mean rows of a block up to which a call is bound by memory bandwidth
-constexpr int64_t kMemoryBoundTasksPerClaim = 16;  // claimed at once, so that a thread's prefetches are of weights that it reads itself
-constexpr int64_t kMinProductsPerThread = 1 << 18;  // multiplications below which starting another thread costs more than it saves
+// Claimed at once, so that a thread's prefetches are of weights that it reads itself.
+constexpr int64_t kMemoryBoundTasksPerClaim = 16;
+// Multiplications below which starting another thread costs more than it saves.
+constexpr int64_t kMinProductsPerThread = 1 << 18;
 
 bool IsSupported(const InstructionSet& instructions) { return (instructions.needs & ~ProcessorFeatures()) == 0; }
 
@@ -83,7 +86,8 @@ struct WeightFormat {
       return check.InvalidArgument("`format` (=" + std::string(name) + ") must be mxfp4, nvfp4 or int4");
     const bool power = group >= kBlock && std::has_single_bit(static_cast<uint64_t>(group));
     if (IsInt4() ? group != kWholeRow && !power : group != (name == "mxfp4" ? kBlock : kBlock / 2))
-      check.InvalidArgument("`group` (=" + std::to_string(group) + ") must be the number of weights of " + std::string(name) + " that share a scale");
+      check.InvalidArgument("`group` (=" + std::to_string(group) + ") must be the number of weights of " +
+                            std::string(name) + " that share a scale");
   }
 
   Format Resolve(ffi::DataType scale) const {
@@ -109,7 +113,9 @@ void Check(ArgumentChecker& check, const Arrays& arrays, const WeightFormat& for
   if (check.failed()) return;
   const auto [num_experts, columns, k, groups] = Sizes(arrays.values, format.group);
   if (columns % kTileColumns != 0 || (format.group != kWholeRow && k % format.group != 0))
-    return check.InvalidArgument(ArgumentChecker::Describe("values", arrays.values) + " must have rows of whole groups, and a multiple of " + std::to_string(kTileColumns) + " rows");
+    return check.InvalidArgument(ArgumentChecker::Describe("values", arrays.values) +
+                                 " must have rows of whole groups, and a multiple of " + std::to_string(kTileColumns) +
+                                 " rows");
   if (format.IsInt4()) {
     check.Require("x", arrays.x, {ffi::F32, ffi::BF16, ffi::S8}, {kAnySize, k});
     check.Require("scales", arrays.scales, {ffi::BF16, ffi::F16, ffi::F32}, {num_experts, columns, groups});
@@ -136,17 +142,20 @@ struct Task {
   int64_t block, begin, end;
 };
 
-void RunTask(const Arrays& arrays, const Microkernel& microkernel, const Sizes& sizes, int64_t group, const Task& task) {
+void RunTask(const Arrays& arrays, const Microkernel& microkernel, const Sizes& sizes, int64_t group,
+             const Task& task) {
   const RowBlock block = arrays.blocks.At(task.block);
   if (block.count <= 0) return;
   const auto [num_experts, columns, k, groups] = sizes;
   const int64_t row = block.expert * columns + task.begin;  // among the weight rows of all experts
   const auto is_given = [](const ffi::AnyBuffer& array) { return array.element_count() != 0; };
   Gemm gemm;
-  gemm.x = static_cast<const char*>(arrays.x.untyped_data()) + block.x_row * k * ffi::ByteWidth(arrays.x.element_type());
+  gemm.x =
+      static_cast<const char*>(arrays.x.untyped_data()) + block.x_row * k * ffi::ByteWidth(arrays.x.element_type());
   gemm.x_scales = is_given(arrays.x_scales) ? arrays.x_scales.typed_data<float>() + block.x_row : nullptr;
   gemm.values = arrays.values.typed_data<uint8_t>() + row * (k / 2);
-  gemm.scales = static_cast<const char*>(arrays.scales.untyped_data()) + row * groups * ffi::ByteWidth(arrays.scales.element_type());
+  gemm.scales = static_cast<const char*>(arrays.scales.untyped_data()) +
+                row * groups * ffi::ByteWidth(arrays.scales.element_type());
   gemm.zero_points = is_given(arrays.zero_points) ? arrays.zero_points.typed_data<int8_t>() + row * groups : nullptr;
   gemm.global_scales = is_given(arrays.global_scales) ? arrays.global_scales.typed_data<float>() + row : nullptr;
   gemm.bias = is_given(arrays.bias) ? arrays.bias.typed_data<float>() + task.block * columns + task.begin : nullptr;
@@ -181,7 +190,9 @@ void RunAllTasks(ffi::ThreadPool pool, const Arrays& arrays, const Microkernel& 
   };
   const int64_t useful_threads = rows * sizes.columns * sizes.k / kMinProductsPerThread;
   const int64_t helpers = std::min({pool.num_threads() - 1, useful_threads, blocks * block_tasks - 1});
-  ParallelFor(pool, helpers, blocks * block_tasks, rows <= kMemoryBoundRows * nonempty_blocks ? kMemoryBoundTasksPerClaim : microkernel.tasks_per_claim, work);
+  ParallelFor(pool, helpers, blocks * block_tasks,
+              rows <= kMemoryBoundRows * nonempty_blocks ? kMemoryBoundTasksPerClaim : microkernel.tasks_per_claim,
+              work);
 }
 
 Input InputOf(const Arrays& arrays, bool few) {
@@ -198,15 +209,18 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
                           ffi::AnyBuffer scales, ffi::AnyBuffer zero_points, ffi::AnyBuffer global_scales,
                           ffi::AnyBuffer bias, ffi::AnyBuffer experts, ffi::AnyBuffer x_rows, ffi::AnyBuffer out_rows,
                           ffi::AnyBuffer counts, ffi::Result<ffi::AnyBuffer> out, const Attributes& attributes) {
-  const Arrays arrays{x, x_scales, values, scales, zero_points, global_scales, bias, {experts, x_rows, out_rows, counts}, *out};
+  const Arrays arrays{
+      x, x_scales, values, scales, zero_points, global_scales, bias, {experts, x_rows, out_rows, counts}, *out};
   const WeightFormat format{attributes.format, attributes.group};
   const InstructionSet* instructions = FindInstructionSet(attributes.instructions);
   ArgumentChecker check("jmx_cpu_grouped_product");
   if (instructions == nullptr)
-    check.InvalidArgument("`instructions` (=" + std::string(attributes.instructions) + ") must be an instruction set of this machine");
+    check.InvalidArgument("`instructions` (=" + std::string(attributes.instructions) +
+                          ") must be an instruction set of this machine");
   Check(check, arrays, format);
   if (check.failed()) return check.error();
-  const Microkernel& microkernel = instructions->Find(format.Resolve(scales.element_type()), InputOf(arrays, attributes.few));
+  const Microkernel& microkernel =
+      instructions->Find(format.Resolve(scales.element_type()), InputOf(arrays, attributes.few));
   RunAllTasks(pool, arrays, microkernel, attributes.group);
   return ffi::Error::Success();
 }
@@ -218,9 +232,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jmx::Attributes, xla::ffi::StructMember<st
                                       xla::ffi::StructMember<std::string_view>("format"),
                                       xla::ffi::StructMember<int64_t>("group"), xla::ffi::StructMember<bool>("few"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jmx_cpu_grouped_product, jmx::GroupedProduct,
-    jmx::BindArguments<11>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>()).Ret<xla::ffi::AnyBuffer>().Attrs<jmx::Attributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
+                              jmx::BindArguments<11>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>())
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attrs<jmx::Attributes>());
 
 // Names of the instruction sets that this machine supports, the best one last: "portable avx2 ".
 extern "C" const char* jmx_cpu_kernels() {

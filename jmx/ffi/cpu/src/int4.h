@@ -37,7 +37,8 @@ class Int4 : public PackedWeights {
 
   Int4(const jmx::Gemm& gemm, int64_t column)
       : PackedWeights(gemm, column),
-        shift_(gemm.group == jmx::kWholeRow ? kShiftToZero : std::countr_zero(static_cast<uint64_t>(gemm.group / jmx::kBlock))),
+        shift_(gemm.group == jmx::kWholeRow ? kShiftToZero
+                                            : std::countr_zero(static_cast<uint64_t>(gemm.group / jmx::kBlock))),
         groups_(gemm.group == jmx::kWholeRow ? 1 : gemm.k / gemm.group),
         scales_(gemm.scales + column * groups_ * sizeof(typename Scale::Bits)),
         zeros_(gemm.zero_points == nullptr ? nullptr : gemm.zero_points + column * groups_) {}
@@ -61,7 +62,9 @@ class Int4 : public PackedWeights {
     if constexpr (sizeof(typename Scale::Bits) == 4) {
       return _mm512_permutexvar_ps(GroupOfLane(), _mm512_maskz_loadu_ps(GroupMask(weights), scales));
     } else {
-      const __m512i few = _mm512_permutexvar_epi32(GroupOfLane(), _mm512_cvtepu16_epi32(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(GroupMask(weights), scales))));
+      const __m512i few = _mm512_permutexvar_epi32(
+          GroupOfLane(),
+          _mm512_cvtepu16_epi32(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(GroupMask(weights), scales))));
       if constexpr (std::is_same_v<Scale, Bfloat16>) return (__m512)_mm512_slli_epi32(few, 16);
       else return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(few));
     }
@@ -90,13 +93,18 @@ class Int4 : public PackedWeights {
   static constexpr bool kHasPowersOfTwo = false;
   static constexpr bool kMayHaveZeros = true;
   static const uint16_t* ElementTable() { return kIntegers; }
-  static constexpr float kElementScale = 256;  // elements are this much smaller, so that products without their scale do not overflow
+  // Elements are this much smaller, so that products without their scale do not overflow.
+  static constexpr float kElementScale = 256;
 #endif
 
  private:
   // The scale and zero point of a block of a row.
-  float ScaleOf(int64_t column, int64_t block) const { return shift_ == kShiftToZero ? 1 : ToFloat(column * groups_ + (block >> shift_)); }
-  int8_t Zero(int64_t column, int64_t block) const { return zeros_ == nullptr ? 0 : zeros_[column * groups_ + (block >> shift_)]; }
+  float ScaleOf(int64_t column, int64_t block) const {
+    return shift_ == kShiftToZero ? 1 : ToFloat(column * groups_ + (block >> shift_));
+  }
+  int8_t Zero(int64_t column, int64_t block) const {
+    return zeros_ == nullptr ? 0 : zeros_[column * groups_ + (block >> shift_)];
+  }
 
   static constexpr int kShiftToZero = 62;  // shifts every group index to 0
 

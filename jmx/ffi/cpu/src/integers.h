@@ -1,9 +1,9 @@
 // int8 tokens times 4-bit integers: exact sums of products, multiplied by the weights' scales in float32.
 //
-// The instructions multiply unsigned by signed bytes. So weights are w + 8, and sums start at minus eight times the sum of
-// x, and lower where there is a zero point. A step has as many blocks as fill a vector with bytes. A lane has eight
-// consecutive elements of k, the even ones in one vector and the odd ones in another, as the halves of bytes are separated.
-// x is permuted to that order first, once for all rows of the weight.
+// The instructions multiply unsigned by signed bytes. So weights are w + 8, and sums start at minus eight times the sum
+// of x, and lower where there is a zero point. A step has as many blocks as fill a vector with bytes. A lane has eight
+// consecutive elements of k, the even ones in one vector and the odd ones in another, as the halves of bytes are
+// separated. x is permuted to that order first, once for all rows of the weight.
 #pragma once
 
 #include <algorithm>
@@ -74,24 +74,29 @@ struct Integers {
   static Sum Add(Sum sum, const Part& weights, const X& x) {
     Ints initial_sum = x.sums;
     if constexpr (zeros) initial_sum *= weights.initial;
-    return sum + __builtin_convertvector(DotProducts(initial_sum, weights.even, x.even, weights.odd, x.odd), Sum) * weights.factors;
+    return sum + __builtin_convertvector(DotProducts(initial_sum, weights.even, x.even, weights.odd, x.odd), Sum) *
+                     weights.factors;
   }
 
  private:
   static constexpr int kWeights = kBlocks * jmx::kBlock;  // weights of a step
 
-  // Sums of the products of both pairs, four consecutive bytes each. 16 bits hold four products of at most 15 * 128, so none
-  // saturates.
+  // Sums of the products of both pairs, four consecutive bytes each. 16 bits hold four products of at most 15 * 128, so
+  // none saturates.
   static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32(_mm512_dpbusd_epi32((__m512i)initial_sum, (__m512i)a, (__m512i)b), (__m512i)c, (__m512i)d);
+    return (Ints)_mm512_dpbusd_epi32(_mm512_dpbusd_epi32((__m512i)initial_sum, (__m512i)a, (__m512i)b), (__m512i)c,
+                                     (__m512i)d);
 #elif defined(__AVX512BW__)
-    const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)a, (__m512i)b), _mm512_maddubs_epi16((__m512i)c, (__m512i)d));
+    const __m512i pairs =
+        _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)a, (__m512i)b), _mm512_maddubs_epi16((__m512i)c, (__m512i)d));
     return initial_sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVXVNNI__)
-    return (Ints)_mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32((__m256i)initial_sum, (__m256i)a, (__m256i)b), (__m256i)c, (__m256i)d);
+    return (Ints)_mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32((__m256i)initial_sum, (__m256i)a, (__m256i)b),
+                                         (__m256i)c, (__m256i)d);
 #elif defined(__AVX2__)
-    const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_maddubs_epi16((__m256i)c, (__m256i)d));
+    const __m256i pairs =
+        _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_maddubs_epi16((__m256i)c, (__m256i)d));
     return initial_sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
     typedef typename Vector<int16_t, kBytes>::Type Products;
@@ -99,7 +104,8 @@ struct Integers {
     const Pairs pairs = (Pairs)(__builtin_convertvector(a, Products) * __builtin_convertvector(b, Products) +
                                 __builtin_convertvector(c, Products) * __builtin_convertvector(d, Products));
     const Pairs sums = (pairs << 16 >> 16) + (pairs >> 16);
-    return initial_sum + __builtin_shufflevector(sums, sums, 0, 2, 4, 6) + __builtin_shufflevector(sums, sums, 1, 3, 5, 7);
+    return initial_sum + __builtin_shufflevector(sums, sums, 0, 2, 4, 6) +
+           __builtin_shufflevector(sums, sums, 1, 3, 5, 7);
 #endif
   }
 

@@ -1,7 +1,7 @@
 // The abstraction over instruction sets: decoding 32 weights into vectors, and multiplying x by them.
 //
-// Arithmetic uses the vector types of GCC and Clang, which every target has, NEON included. Intrinsics are used only where
-// these types lack the operation: looking up a table that is in a register, and products of narrow types.
+// Arithmetic uses the vector types of GCC and Clang, which every target has, NEON included. Intrinsics are used only
+// where these types lack the operation: looking up a table that is in a register, and products of narrow types.
 //
 // A type of lanes defines: `X`, the type of x; `Part`, some weights in vectors, with kParts parts per step of kBlocks
 // blocks; `Sum`, float32 partial sums in kLanes lanes; kTileRows and kFewRows, the rows of x in a register tile where
@@ -46,8 +46,10 @@ inline void HorizontalSums(const typename Vector<float, n>::Type (&sums)[4], flo
     for (int i = 0; i < 4; ++i) out[i] = sums[i][0];
   } else if constexpr (n == 4) {
     typedef typename Vector<float, 4>::Type V;
-    const V a = __builtin_shufflevector(sums[0], sums[1], 0, 4, 1, 5), b = __builtin_shufflevector(sums[0], sums[1], 2, 6, 3, 7);
-    const V c = __builtin_shufflevector(sums[2], sums[3], 0, 4, 1, 5), d = __builtin_shufflevector(sums[2], sums[3], 2, 6, 3, 7);
+    const V a = __builtin_shufflevector(sums[0], sums[1], 0, 4, 1, 5),
+            b = __builtin_shufflevector(sums[0], sums[1], 2, 6, 3, 7);
+    const V c = __builtin_shufflevector(sums[2], sums[3], 0, 4, 1, 5),
+            d = __builtin_shufflevector(sums[2], sums[3], 2, 6, 3, 7);
     const V low = a + b, high = c + d;  // (0 1 0 1) and (2 3 2 3), each half of a sum
     const V total = __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
     std::memcpy(out, &total, sizeof out);
@@ -112,7 +114,8 @@ struct Floats {
 #if defined(__AVX512F__)
   static Part Decode(const uint8_t* values, __m512 table) {
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_cvtsi64_si128(Load<int64_t>(values)));
-    const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // the low four bits of each 32 are used
+    // The low four bits of each 32 are used.
+    const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
     return (Part)_mm512_permutexvar_ps(codes, table);
   }
 #elif defined(__AVX2__)
@@ -162,7 +165,9 @@ struct Floats {
   static Part LoadX(const X* row, int64_t block, int part, int64_t k) {
     const int64_t first = block * jmx::kBlock + part * n;
     typedef typename Vector<X, n>::Type Given;
-    const Given x = tail ? LoadPartial<Given>(row + (first < k ? first : k), (k - first) * static_cast<int64_t>(sizeof(X))) : Load<Given>(row + first);
+    const Given x =
+        tail ? LoadPartial<Given>(row + (first < k ? first : k), (k - first) * static_cast<int64_t>(sizeof(X)))
+             : Load<Given>(row + first);
     if constexpr (sizeof(X) == 4) return x;
     else return (Part)(__builtin_convertvector(x, typename Vector<uint32_t, n>::Type) << 16);
   }
@@ -197,7 +202,8 @@ struct Bfloats {
     const __m512i bytes = _mm512_cvtepu8_epi32(values);
     return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));  // in the low four bits of each 16
   }
-  static Part Decode(__m128i values, __m512i table) { return _mm512_permutexvar_epi16(Codes(values), table); }  // ignores the fifth bit
+  // Ignores the fifth bit.
+  static Part Decode(__m128i values, __m512i table) { return _mm512_permutexvar_epi16(Codes(values), table); }
   static Part Decode(__m128i values, Pair pair) {
     const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const __m512i codes = _mm512_ternarylogic_epi32(Codes(values), _mm512_set1_epi16(15), half, 0xEA);  // a & b | c
@@ -207,7 +213,8 @@ struct Bfloats {
   template <bool tail, typename Format>
   static Part Decode(const Format& format, int column, int64_t block, int) {
     const uint8_t* values = format.Values(column) + block * (jmx::kBlock / 2);
-    const __m128i some = tail ? LoadPartial<__m128i>(values, format.k / 2 - block * (jmx::kBlock / 2)) : Load<__m128i>(values);
+    const __m128i some =
+        tail ? LoadPartial<__m128i>(values, format.k / 2 - block * (jmx::kBlock / 2)) : Load<__m128i>(values);
     return Decode(some, format.template Table<Bfloats, tail>(column, block, 0));
   }
 
@@ -217,7 +224,9 @@ struct Bfloats {
     return tail ? LoadPartial<Part>(x, (k - block * jmx::kBlock) * static_cast<int64_t>(sizeof(X))) : Load<Part>(x);
   }
 
-  static Sum Add(Sum sum, Part weights, Part x) { return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x); }
+  static Sum Add(Sum sum, Part weights, Part x) {
+    return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x);
+  }
 };
 #endif
 

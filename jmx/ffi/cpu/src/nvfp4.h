@@ -42,8 +42,9 @@ class Nvfp4 : public PackedWeights {
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     constexpr uint32_t kOnly = 0x80008080;  // selects one byte, and zeros
     const __m512i spread = (__m512i)(typename Vector<uint32_t, 16>::Type){
-        kOnly,           kOnly,           kOnly | 1 << 16, kOnly | 1 << 16, kOnly | 2 << 16, kOnly | 2 << 16, kOnly | 3 << 16, kOnly | 3 << 16,
-        kOnly | 4 << 16, kOnly | 4 << 16, kOnly | 5 << 16, kOnly | 5 << 16, kOnly | 6 << 16, kOnly | 6 << 16, kOnly | 7 << 16, kOnly | 7 << 16};
+        kOnly,           kOnly,           kOnly | 1 << 16, kOnly | 1 << 16, kOnly | 2 << 16, kOnly | 2 << 16,
+        kOnly | 3 << 16, kOnly | 3 << 16, kOnly | 4 << 16, kOnly | 4 << 16, kOnly | 5 << 16, kOnly | 5 << 16,
+        kOnly | 6 << 16, kOnly | 6 << 16, kOnly | 7 << 16, kOnly | 7 << 16};
     uint64_t eight = 0;
     std::memcpy(&eight, Scale(column, block), weights / kGroup);
     const __m512i bits = _mm512_slli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi64(eight), spread), 4);

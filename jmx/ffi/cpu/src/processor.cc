@@ -1,5 +1,5 @@
-// Reads the registers themselves, since `__builtin_cpu_supports` is a matter of the compiler's runtime: that of Clang as
-// Zig has it reports no features at all. Compiled for every x86-64 processor, unlike the kernels.
+// Reads the registers themselves, since `__builtin_cpu_supports` is a matter of the compiler's runtime: that of Clang
+// as Zig has it reports no features at all. Compiled for every x86-64 processor, unlike the kernels.
 #include "processor.h"
 
 #if defined(__x86_64__)

@@ -1,9 +1,9 @@
 // The microkernels of one instruction set: this file is compiled once for each, under the name JMX_INSTRUCTION_SET.
 //
-// A register tile is some rows of x by kTileColumns rows of the weight, with all sums in registers. Where x has few rows,
-// weights are decoded between load and product. Where it has many, kTileColumns rows of the weight are decoded once, into a
-// panel that fits the L1 cache and is multiplied by all tiles of x. Both add in the same order. The format and the type of x
-// are template parameters of one loop.
+// A register tile is some rows of x by kTileColumns rows of the weight, with all sums in registers. Where x has few
+// rows, weights are decoded between load and product. Where it has many, kTileColumns rows of the weight are decoded
+// once, into a panel that fits the L1 cache and is multiplied by all tiles of x. Both add in the same order. The format
+// and the type of x are template parameters of one loop.
 #include <algorithm>
 
 #include "product.h"
@@ -68,15 +68,18 @@ int64_t Stride(int64_t k) {
 
 // Computes the tile at (`row`, `column`) of the result; `x` is its first row.
 template <typename Lanes, int rows, typename Format, typename Weights>
-inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& format, const Weights& weights, int64_t row, int64_t column) {
-  const int64_t k = gemm.k, stride = Stride<Lanes>(k);  // read once: for the compiler, stores to `out` might change them
+inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& format, const Weights& weights,
+                    int64_t row, int64_t column) {
+  // Read once: for the compiler, stores to `out` might change them.
+  const int64_t k = gemm.k, stride = Stride<Lanes>(k);
   typename Lanes::Sum sums[rows][kTileColumns] = {};
   const auto add = [&]<bool tail>(int64_t step) __attribute__((always_inline)) {
     for (int part = 0; part < Lanes::kParts; ++part) {
       if constexpr (Lanes::kPacksX) {  // a part is several vectors, so one at a time is in registers
         for (int n = 0; n < kTileColumns; ++n) {
           const typename Lanes::Part w = weights.template At<tail>(n, step, part);
-          for (int m = 0; m < rows; ++m) sums[m][n] = Lanes::Add(sums[m][n], w, Lanes::template LoadX<tail>(x + m * stride, step, part, k));
+          for (int m = 0; m < rows; ++m)
+            sums[m][n] = Lanes::Add(sums[m][n], w, Lanes::template LoadX<tail>(x + m * stride, step, part, k));
         }
         continue;
       }
@@ -95,7 +98,8 @@ inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& 
       for (int n = 0; n < kTileColumns; n += 64 / kBytes < kTileColumns ? 64 / kBytes : kTileColumns)
         __builtin_prefetch(format.Values(0) + kPrefetchBytes + (step * kTileColumns + n) * kBytes);
       if (step * Lanes::kBlocks % Format::kScalesEvery == 0)
-        __builtin_prefetch(format.ScaleAddress(kPrefetchBytes / (jmx::kBlock / 2) + step * Lanes::kBlocks * kTileColumns));
+        __builtin_prefetch(
+            format.ScaleAddress(kPrefetchBytes / (jmx::kBlock / 2) + step * Lanes::kBlocks * kTileColumns));
     }
     add.template operator()<false>(step);
   }
@@ -112,7 +116,8 @@ inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& 
 
 // Tiles of `max_rows` rows, then one with the rows that are left.
 template <typename Lanes, int max_rows, typename Format, typename Weights>
-inline void RunTiles(const Gemm& gemm, const typename Lanes::X* x, int64_t rows, const Format& format, const Weights& weights, int64_t row, int64_t column) {
+inline void RunTiles(const Gemm& gemm, const typename Lanes::X* x, int64_t rows, const Format& format,
+                     const Weights& weights, int64_t row, int64_t column) {
   if constexpr (max_rows > 0) {
     for (; rows >= max_rows; rows -= max_rows, x += max_rows * Stride<Lanes>(gemm.k), row += max_rows)
       RunTile<Lanes, max_rows>(gemm, x, format, weights, row, column);
@@ -123,19 +128,25 @@ inline void RunTiles(const Gemm& gemm, const typename Lanes::X* x, int64_t rows,
 // Rows of x that a panel is decoded for: as many as the L2 cache holds.
 template <typename Lanes>
 int64_t MaxPanelRows(int64_t k) {
-  return std::max<int64_t>(Lanes::kTileRows, kXBytes / std::max<int64_t>(1, Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X))));
+  return std::max<int64_t>(
+      Lanes::kTileRows,
+      kXBytes / std::max<int64_t>(1, Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X))));
 }
 
 // Scratch bytes for packed rows of x. A decoded panel follows them.
 template <typename Lanes>
 int64_t PackedXBytes(int64_t k) {
   constexpr int64_t kLine = 64;
-  return Lanes::kPacksX ? (MaxPanelRows<Lanes>(k) * Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X)) + kLine - 1) / kLine * kLine : 0;
+  return Lanes::kPacksX ? (MaxPanelRows<Lanes>(k) * Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X)) +
+                           kLine - 1) /
+                              kLine * kLine
+                        : 0;
 }
 
 template <typename Lanes>
 int64_t ScratchBytes(int64_t k) {
-  return PackedXBytes<Lanes>(k) + kTileColumns * Steps<Lanes>(k) * Lanes::kParts * static_cast<int64_t>(sizeof(typename Lanes::Part));
+  return PackedXBytes<Lanes>(k) +
+         kTileColumns * Steps<Lanes>(k) * Lanes::kParts * static_cast<int64_t>(sizeof(typename Lanes::Part));
 }
 
 // `count` rows of x from `row` on, packed if `Lanes` requires it.
@@ -145,7 +156,8 @@ const typename Lanes::X* PreparedX(const Gemm& gemm, int64_t row, int64_t count)
   if constexpr (Lanes::kPacksX) {
     X* packed = reinterpret_cast<X*>(gemm.scratch);
     for (int64_t m = 0; m < count; ++m)
-      Lanes::PackX(reinterpret_cast<const int8_t*>(gemm.x) + (row + m) * gemm.k, gemm.k, packed + m * Stride<Lanes>(gemm.k));
+      Lanes::PackX(reinterpret_cast<const int8_t*>(gemm.x) + (row + m) * gemm.k, gemm.k,
+                   packed + m * Stride<Lanes>(gemm.k));
     return packed;
   } else {
     return reinterpret_cast<const X*>(gemm.x) + row * gemm.k;
@@ -160,7 +172,8 @@ void DecodePanel(const Gemm& gemm, int64_t column, typename Lanes::Part* next) {
     const Format format(gemm, n);
     for (int64_t step = 0; step < steps; ++step)
       for (int part = 0; part < Lanes::kParts; ++part)
-        *next++ = step < whole ? Lanes::template Decode<false>(format, 0, step, part) : Lanes::template Decode<true>(format, 0, step, part);
+        *next++ = step < whole ? Lanes::template Decode<false>(format, 0, step, part)
+                               : Lanes::template Decode<true>(format, 0, step, part);
   }
 }
 
@@ -189,9 +202,11 @@ void RunGemm(const Gemm& gemm) {
       DecodePanel<Lanes, Format>(gemm, n, panel);
       const Format format(gemm, n);
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        for (const uint8_t* stop = std::min(prefetch_at + share, end); prefetch_at < stop; prefetch_at += 64) __builtin_prefetch(prefetch_at);
+        for (const uint8_t* stop = std::min(prefetch_at + share, end); prefetch_at < stop; prefetch_at += 64)
+          __builtin_prefetch(prefetch_at);
         const int64_t m = rows * tile / num_tiles, count = rows * (tile + 1) / num_tiles - m;
-        RunTiles<Lanes, Lanes::kTileRows>(gemm, x + m * Stride<Lanes>(gemm.k), count, format, DecodedPanel<Lanes>{panel, Steps<Lanes>(gemm.k)}, first + m, n);
+        RunTiles<Lanes, Lanes::kTileRows>(gemm, x + m * Stride<Lanes>(gemm.k), count, format,
+                                          DecodedPanel<Lanes>{panel, Steps<Lanes>(gemm.k)}, first + m, n);
       }
     }
   }
@@ -199,7 +214,8 @@ void RunGemm(const Gemm& gemm) {
 
 // Of the instruction set that this file's compiler options let it use.
 #if defined(__AMX_BF16__)
-constexpr jmx::InstructionSetInfo kInfo = {"amx_bf16", jmx::kAvx512Bf16Features | jmx::kHasAmxTile | jmx::kHasAmxBf16, &jmx::kAvx512Bf16};
+constexpr jmx::InstructionSetInfo kInfo = {"amx_bf16", jmx::kAvx512Bf16Features | jmx::kHasAmxTile | jmx::kHasAmxBf16,
+                                           &jmx::kAvx512Bf16};
 #elif defined(__AVX512BF16__)
 constexpr jmx::InstructionSetInfo kInfo = {"avx512_bf16", jmx::kAvx512Bf16Features};
 #elif defined(__AVX512VNNI__)
@@ -231,14 +247,17 @@ constexpr jmx::MicrokernelSet MicrokernelsFor() {
   set.by_input[jmx::kBfloat16] = {Amx<Format>::ScratchBytes, Amx<Format>::RunGemm, Amx<Format>::kTasksPerClaim};
   if constexpr (Format::kHasPowersOfTwo) set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kBfloat16];
 #else
-  if constexpr (integers) set.by_input[jmx::kInt8] = {ScratchBytes<Integers<true>>, RunInt8<Format>};  // of both kinds, the scratch bytes that suffice for either
+  // Of both kinds, the scratch bytes that suffice for either.
+  if constexpr (integers) set.by_input[jmx::kInt8] = {ScratchBytes<Integers<true>>, RunInt8<Format>};
 #if defined(__AVX512BF16__)
   set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
   set.by_input[jmx::kBfloat16] = kMicrokernel<Bfloats, Format>;
-  set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kOneBfloat16] = {FewRows<Format>::ScratchBytes, FewRows<Format>::RunGemm};
+  set.by_input[jmx::kFewBfloat16] =
+      set.by_input[jmx::kOneBfloat16] = {FewRows<Format>::ScratchBytes, FewRows<Format>::RunGemm};
 #elif !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
-  set.by_input[jmx::kBfloat16] = set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kOneBfloat16] = kMicrokernel<Floats<uint16_t>, Format>;
+  set.by_input[jmx::kBfloat16] = set.by_input[jmx::kFewBfloat16] = set.by_input[jmx::kOneBfloat16] =
+      kMicrokernel<Floats<uint16_t>, Format>;
 #endif
 #endif
   return set;
@@ -246,7 +265,8 @@ constexpr jmx::MicrokernelSet MicrokernelsFor() {
 
 constexpr jmx::InstructionSet kInstructionSet = {
     kInfo,
-    {MicrokernelsFor<Mxfp4, false>(), MicrokernelsFor<Nvfp4, false>(), MicrokernelsFor<Int4<Bfloat16>, true>(), MicrokernelsFor<Int4<Float16>, true>(), MicrokernelsFor<Int4<Float32>, true>()}};
+    {MicrokernelsFor<Mxfp4, false>(), MicrokernelsFor<Nvfp4, false>(), MicrokernelsFor<Int4<Bfloat16>, true>(),
+     MicrokernelsFor<Int4<Float16>, true>(), MicrokernelsFor<Int4<Float32>, true>()}};
 
 }  // namespace
 

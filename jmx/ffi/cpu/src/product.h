@@ -1,4 +1,5 @@
-// A GEMM over packed weights, one tile of a grouped product, and the microkernels of each instruction set that compute it.
+// A GEMM over packed weights, one tile of a grouped product, and the microkernels of each instruction set that compute
+// it.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +9,15 @@ namespace jmx {
 constexpr int kBlock = 32;  // weights decoded together; in most formats they share a scale
 constexpr int kTileColumns = 4;  // columns of the result, which are rows of the weight, in a register tile
 
-// The type of x. kFewBfloat16: bfloat16 where all calls of one shape have few rows per expert; kOneBfloat16: one at most. Both
-// count the experts of the weight, used or not.
+// The type of x. kFewBfloat16: bfloat16 where all calls of one shape have few rows per expert; kOneBfloat16: one at
+// most. Both count the experts of the weight, used or not.
 enum Input { kFloat32, kBfloat16, kFewBfloat16, kOneBfloat16, kInt8, kInputs };
 
 // Elements of the weights and the type of their scales.
 enum Format { kMxfp4, kNvfp4, kInt4Bfloat16, kInt4Float16, kInt4Float32, kFormats };
 
-// out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. Pointers are aligned to their elements, `scratch` to 64.
+// out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. Pointers are aligned to their elements, `scratch`
+// to 64.
 struct Gemm {
   const char* x;               // (rows, k) float32, bfloat16 or int8, contiguous
   const float* x_scales;       // (rows), where x is int8; else null
@@ -28,7 +30,8 @@ struct Gemm {
   int64_t rows;
   int64_t columns;  // a multiple of kTileColumns
   int64_t k;        // a multiple of `group` and of two
-  int64_t group;    // weights of a row that share a scale: a multiple of kBlock by a power of two, kBlock / 2, or kWholeRow
+  // Weights of a row that share a scale: a multiple of kBlock by a power of two, kBlock / 2, or kWholeRow.
+  int64_t group;
   int64_t out_stride;
   char* scratch;  // `Microkernel::scratch_bytes(k)` bytes, aligned to 64
 };
@@ -37,8 +40,8 @@ constexpr int64_t kWholeRow = -1;
 
 constexpr int64_t Blocks(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
-// Computes a GEMM. Sums are float32, added over k in an order that depends on the instruction set alone: an element of the
-// result has the same bits whichever GEMM it is part of.
+// Computes a GEMM. Sums are float32, added over k in an order that depends on the instruction set alone: an element of
+// the result has the same bits whichever GEMM it is part of.
 struct Microkernel {
   int64_t (*scratch_bytes)(int64_t k);
   void (*run)(const Gemm&);
@@ -54,7 +57,8 @@ struct InstructionSet;
 
 struct InstructionSetInfo {
   const char* name;
-  uint32_t needs;  // features of processor.h: data, since a function here may be compiled to instructions that are missing
+  // Features of processor.h: data, since a function here may be compiled to instructions that are missing.
+  uint32_t needs;
   const InstructionSet* const* fallback = nullptr;  // searched for microkernels that this set lacks; or null
 };
 

@@ -27,11 +27,13 @@ struct RowBlocks {
   void RequireWithin(ArgumentChecker& check, int64_t num_experts, int64_t rows, int64_t out_size) const {
     for (int64_t b = 0; b < size(); ++b) {
       const RowBlock block = At(b);
-      if (block.count > 0 && (block.expert < 0 || block.expert >= num_experts || block.x_row < 0 ||
-                              block.x_row + block.count > rows || block.out_row < 0 || block.out_row + block.count > out_size))
-        return check.InvalidArgument("block " + std::to_string(b) + " (`experts` " + std::to_string(block.expert) + ", `x_rows` " +
-                          std::to_string(block.x_row) + ", `out_rows` " + std::to_string(block.out_row) + ", `counts` " +
-                          std::to_string(block.count) + ") is outside of the arrays");
+      if (block.count > 0 &&
+          (block.expert < 0 || block.expert >= num_experts || block.x_row < 0 || block.x_row + block.count > rows ||
+           block.out_row < 0 || block.out_row + block.count > out_size))
+        return check.InvalidArgument("block " + std::to_string(b) + " (`experts` " + std::to_string(block.expert) +
+                                     ", `x_rows` " + std::to_string(block.x_row) + ", `out_rows` " +
+                                     std::to_string(block.out_row) + ", `counts` " + std::to_string(block.count) +
+                                     ") is outside of the arrays");
     }
   }
 

@@ -35,7 +35,8 @@ float Round(const X* x, int64_t k, int8_t* values) {
   const float scale = std::max(std::bit_cast<float>(most) / kLargest, kLeastScale);
   constexpr float kOnes = 0x1.8p23f;  // a float whose last bit has the value one
   for (int64_t i = 0; i < k; ++i)
-    values[i] = static_cast<int8_t>(std::bit_cast<uint32_t>(ToFloat(x[i]) / scale + kOnes));  // rounds ties to even, as sums do
+    // Rounds ties to even, as sums do.
+    values[i] = static_cast<int8_t>(std::bit_cast<uint32_t>(ToFloat(x[i]) / scale + kOnes));
   return scale;
 }
 
@@ -56,7 +57,8 @@ ffi::Error RoundRows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::An
                                              : Round(static_cast<const uint16_t*>(x.untyped_data()) + row * k, k, to);
     }
   };
-  if (rows > 0) ParallelFor(pool, std::min({pool.num_threads() - 1, rows * k / kMinElementsPerThread, rows - 1}), rows, 4, work);
+  if (rows > 0)
+    ParallelFor(pool, std::min({pool.num_threads() - 1, rows * k / kMinElementsPerThread, rows - 1}), rows, 4, work);
   return ffi::Error::Success();
 }
 
@@ -71,7 +73,8 @@ void CheckOrders(ArgumentChecker& check, ffi::AnyBuffer order, const RowBlocks& 
     const RowBlock block = blocks.At(b);
     const int32_t* first = order.typed_data<int32_t>() + block.expert * k;
     if (block.count > 0 && std::any_of(first, first + k, [k](int32_t column) { return column < 0 || column >= k; }))
-      return check.InvalidArgument("`order` of expert " + std::to_string(block.expert) + " contains a column out of range");
+      return check.InvalidArgument("`order` of expert " + std::to_string(block.expert) +
+                                   " contains a column out of range");
   }
 }
 

@@ -1,5 +1,5 @@
-// The value of each e2m1 element with each 8-bit scale, computed at compile time: exact wherever the type can represent it.
-// bfloat16 represents every float32 value that occurs here.
+// The value of each e2m1 element with each 8-bit scale, computed at compile time: exact wherever the type can represent
+// it. bfloat16 represents every float32 value that occurs here.
 #pragma once
 
 #include <bit>
@@ -23,7 +23,8 @@ constexpr uint32_t E8m0Bits(int scale, int element) {
   return sign | static_cast<uint32_t>(exponent) << 23 | (doubled << (23 - log2) & 0x7FFFFF);
 }
 
-// With an e4m3 scale, of either sign: products have six significant bits and are far within the range. NaN for 127 and 255.
+// With an e4m3 scale, of either sign: products have six significant bits and are far within the range. NaN for 127 and
+// 255.
 constexpr uint32_t E4m3Bits(int scale, int element) {
   constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   if ((scale & 127) == 127) return kNan;

@@ -34,7 +34,7 @@ class Attention {
   __device__ void Begin() {
     number_ = first_ + threadIdx.x / 32;
     if (number_ < last_) Load(number_);
-    cos_ = LoadEarly(call_.cos + threadIdx.x % 32), sin_ = LoadEarly(call_.sin + threadIdx.x % 32);
+    cos_ = LoadPair(call_.cos + Pair()), sin_ = LoadPair(call_.sin + Pair());
     if (call_.sinks != nullptr && threadIdx.x / 32 < call_.group)
       sink_ = LoadEarly(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
   }
@@ -147,22 +147,25 @@ class Attention {
         block_.values[j] = *reinterpret_cast<const uint4*>(&rows[call_.group + 1][g * 8]);
   }
 
-  // Rotates queries and the key to shared memory; writes key and value to the cache.
+  // Two neighboring channels of the first half of a head, which this thread rotates with those of the other half.
+  __device__ static int Pair() { return threadIdx.x % (kDim / 4) * 2; }
+
+  // Rotates queries and the key to shared memory, in one pass; writes key and value to the cache.
   __device__ void Rotate() {
-    constexpr int kPairs = kDim / 2;
-    const int pair = threadIdx.x % 32;
-    const Bf16* from = call_.heads + head_ * (call_.group + 2) * kDim + pair;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = threadIdx.x / 32 + i * kAttentionWarps;
-      if (row >= call_.group + 2) break;
-      const float x = Wide(LoadEarly(from + row * kDim)), y = Wide(LoadEarly(from + row * kDim + kPairs));
-      const bool rotated = row <= call_.group;
-      const Bf16 first = Narrow(rotated ? x * cos_ - y * sin_ : x), second = Narrow(rotated ? y * cos_ + x * sin_ : y);
-      shared_.heads[row][pair] = first, shared_.heads[row][pair + kPairs] = second;
+    static_assert(kAttentionThreads >= (kMostGroup + 2) * (kDim / 4));
+    const int row = threadIdx.x / (kDim / 4), pair = Pair();
+    if (row < call_.group + 2) {
+      const Bf16* from = call_.heads + (head_ * (call_.group + 2) + row) * kDim + pair;
+      u32 first = LoadPair(from), second = LoadPair(from + kDim / 2);
+      if (row <= call_.group) {
+        const float x0 = Low(first), x1 = High(first), y0 = Low(second), y1 = High(second);
+        first = Pack(x0 * cos_.x - y0 * sin_.x, x1 * cos_.y - y1 * sin_.y);
+        second = Pack(y0 * cos_.x + x0 * sin_.x, y1 * cos_.y + x1 * sin_.y);
+      }
+      StorePair(&shared_.heads[row][pair], first), StorePair(&shared_.heads[row][pair + kDim / 2], second);
       if (row >= call_.group && split_ == 0) {
         Bf16* to = const_cast<Bf16*>(Place(position_)) + (row - call_.group) * call_.part_stride + pair;
-        to[0] = first, to[kPairs] = second;
+        StorePair(to, first), StorePair(to + kDim / 2, second);
       }
     }
     __syncthreads();
@@ -224,7 +227,7 @@ class Attention {
   const Call& call_;
   AttentionShared& shared_;
   int position_, begin_, head_, split_, first_, last_, number_;
-  float cos_, sin_;  // of this thread's pair of channels
+  float2 cos_, sin_;  // of this thread's channels
   float sink_ = kLowest;  // of the query that this thread finishes
   Block block_;
 };

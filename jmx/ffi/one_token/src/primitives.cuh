@@ -79,6 +79,16 @@ __device__ __forceinline__ float LoadEarly(const float* from) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ float2 LoadPair(const float* from) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 LoadPair(const Bf16* from) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
 __device__ __forceinline__ Bf16 LoadEarly(const Bf16* from) {
   Bf16 v;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
@@ -102,6 +112,8 @@ __device__ __forceinline__ u32 Pack(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+
+__device__ __forceinline__ void StorePair(Bf16* to, u32 pair) { *reinterpret_cast<u32*>(to) = pair; }
 
 __device__ __forceinline__ void Unpack(const uint4& from, float* to) {
   to[0] = Low(from.x), to[1] = High(from.x), to[2] = Low(from.y), to[3] = High(from.y);

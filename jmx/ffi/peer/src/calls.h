@@ -45,8 +45,8 @@ __device__ void End(const Ranks& ranks, const Call& call) {
   }
 }
 
-// Tells the other ranks that what this CTA has sent so far has arrived. `flags`: the first row of flags.
-__device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
+// Signals the other ranks that what this CTA has sent so far has arrived. `flags`: the first row of flags.
+__device__ void Signal(const Ranks& ranks, u32 call, int flags = 0) {
   __syncthreads();
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
@@ -54,7 +54,7 @@ __device__ void Tell(const Ranks& ranks, u32 call, int flags = 0) {
   }
 }
 
-// Waits until the same CTA of each rank has set its flag for this call.
+// Waits until the same CTA of each rank has signaled this call.
 __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
   const int other = threadIdx.x;
   if (other < ranks.num_ranks && other != ranks.rank) {
@@ -69,7 +69,7 @@ __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
 }
 
 __device__ void Meet(const Ranks& ranks, u32 call) {
-  Tell(ranks, call);
+  Signal(ranks, call);
   Await(ranks, call);
 }
 // Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.
@@ -97,7 +97,7 @@ __device__ void SendAddresses(const Ranks& ranks, u32 call, const char* const* m
   if (other < ranks.num_ranks && other != ranks.rank && k < count) {
     SystemMemory memory;
     __threadfence_system();  // what earlier kernels wrote there comes before its address
-    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k), jmx::LineOf(reinterpret_cast<u64>(mine[k]), call));
+    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k), jmx::NumberLine(reinterpret_cast<u64>(mine[k]), call));
   }
 }
 
@@ -106,7 +106,7 @@ __device__ void ReceiveAddresses(const Ranks& ranks, u32 call, int count, u64* t
   const int other = threadIdx.x / jmx::kMaxArrays, k = threadIdx.x % jmx::kMaxArrays;
   if (other < ranks.num_ranks && other != ranks.rank && k < count) {
     SystemMemory memory;
-    theirs[threadIdx.x] = jmx::Receive(memory, jmx::AddressLine(ranks, ranks.rank, other, blockIdx.x, k), call);
+    theirs[threadIdx.x] = jmx::ReceiveNumber(memory, jmx::AddressLine(ranks, ranks.rank, other, blockIdx.x, k), call);
     __threadfence_system();
   }
   __syncthreads();

@@ -46,7 +46,8 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
 
   Call call;
-  size_t total = 0, unit = 16;
+  size_t total = 0, unit = 16, lines = 0;
+  std::string sizes;
   ffi::DataType type = ffi::F32;
   for (size_t i = 0; i < args.size(); ++i) {
     auto in = args.get<ffi::AnyBuffer>(i);
@@ -62,6 +63,8 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
     call.arrays.bytes[i] = bytes;
     while (bytes % unit != 0) unit /= 2;
     total += bytes;
+    lines += NumLines(bytes);
+    sizes += " " + std::to_string(bytes);
   }
   if (kind != Kind::kGather && type != ffi::BF16 && type != ffi::F16 && type != ffi::F32) throw std::string("wrong type");
   call.arrays.count = static_cast<int>(args.size());
@@ -69,17 +72,15 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   call.bytes = total;
   const Way how = static_cast<Way>(way);
   if (how != Way::kSlot && how != Way::kLines && how != Way::kArrays) throw std::string("wrong way");
-  const bool lines = how == Way::kLines;
-  if (lines && (unit < kLineData || total > kMostLineData)) throw std::string("rows that cannot be lines");
+  if (how == Way::kLines && (unit < kLineUnit || total > kMostLineData)) throw std::string("rows that cannot be lines");
   call.function = FunctionName(kind, type, unit, how);
-  call.ranks.slot_bytes = how == Way::kArrays ? 0 : RoundUp(lines ? total / kLineData * kLineBytes : total, 128);
+  call.ranks.slot_bytes = how == Way::kArrays ? 0 : RoundUp(how == Way::kLines ? lines * kLineBytes : total, 128);
   call.ranks.rank = group.rank;
   call.ranks.num_ranks = static_cast<int>(num_ranks);
-  const size_t thread_bytes = lines ? kLineData : kThreadBytes;
+  const size_t thread_bytes = how == Way::kLines ? kLineData : kThreadBytes;
   call.num_blocks = static_cast<int>(std::clamp<size_t>(RoundUp(total, kThreads * thread_bytes) / (kThreads * thread_bytes), 1, kMaxBlocks));
-  // Each CTA counts its calls, so all calls on a region have as many CTAs.
-  const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks) +
-                          " " + std::to_string(total);
+  // Each CTA counts its calls, so all calls on a region have as many CTAs; and they write the same lines.
+  const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks) + sizes;
   const auto& regions = Resources::Get().FindRegions(key, group.ordinals, call.ranks.slot_bytes);
   for (size_t rank = 0; rank < regions.size(); ++rank)
     call.ranks.region[rank] = reinterpret_cast<char*>(regions[rank]);
@@ -92,7 +93,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
     const Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
-    Resources::Get().FindFunction(ordinal, call.function);
+    Resources::Get().kernels.Find(ordinal, call.function);
   });
 }
 
@@ -103,7 +104,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devi
     Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
     if (call.bytes == 0) return;
     void* parameters[] = {&call.ranks, &call.arrays};
-    Launch(stream, ordinal, call.function, call.num_blocks, parameters);
+    Launch(stream, Resources::Get().kernels.Find(ordinal, call.function), call.num_blocks, parameters);
   });
 }
 
@@ -123,7 +124,7 @@ HANDLERS(jmx_peer_sum, kSum);
 
 // The compiled kernels.cu, for all calls. Returns 0.
 extern "C" int jmx_peer_set_image(const char* data, size_t size) {
-  jmx::Resources::Get().image.Set(data, size);
+  jmx::Resources::Get().kernels.image.Set(data, size);
   return 0;
 }
 

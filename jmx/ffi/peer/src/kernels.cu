@@ -10,7 +10,6 @@
 // arrays, which ranks send each other, and ends with flags: no array of a rank is freed or written during the call.
 #include "calls.h"
 #include "lines.h"
-#include "needed_kernels.h"
 #include "region.h"
 #include "units.h"
 
@@ -132,7 +131,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
 }  // namespace
 
 #define LINES(NAME, CALL)                                                                                                     \
-  extern "C" __global__ void NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads) NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
     const Call call = Begin(ranks);                                                                                           \
     SystemMemory memory;                                                                                                      \
     CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x});               \
@@ -169,14 +168,3 @@ REDUCE(f16, 16, uint4, Float16)
 REDUCE(f16, 2, unsigned short, Float16)
 REDUCE(f32, 16, uint4, Float32)
 REDUCE(f32, 4, unsigned int, Float32)
-
-#define NEEDED(NAME, CALL)                                                                              \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
-  NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,                      \
-       const __grid_constant__ Needed needed) {                                                         \
-    CALL(ranks, arrays, needed);                                                                        \
-  }
-NEEDED(gather_needed, GatherNeeded)
-NEEDED(reduce_bf16_needed, ReduceNeeded<BFloat16>)
-NEEDED(reduce_f16_needed, ReduceNeeded<Float16>)
-NEEDED(reduce_f32_needed, ReduceNeeded<Float32>)

@@ -21,8 +21,7 @@ auto BindGroup(Binding&& binding) {
       .template Attr<int64_t>("num_ranks");
 }
 
-inline void Launch(Stream stream, int ordinal, const std::string& name, int blocks, void** parameters) {
-  Function function = Resources::Get().FindFunction(ordinal, name);
+inline void Launch(Stream stream, Function function, int blocks, void** parameters) {
   Check(driver().launch(function, blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr), "cuLaunchKernel");
 }
 

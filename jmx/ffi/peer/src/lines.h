@@ -1,7 +1,7 @@
-// Rows of few bytes as *lines*, which say themselves when they have arrived: 16 bytes, of which 8 are data, in two
-// halves of 4 bytes, each beside the number of the call. A half is stored and loaded as one word of 8 bytes, so a reader
-// that finds this call's number in a half has its data, too. There is no flag to wait for after the rows, and no fence
-// before it: a row takes one way over the link instead of two, and twice the bytes.
+// Rows of few bytes as *lines*, which say themselves when they have arrived: 16 bytes, of which 12 are data, in two halves
+// of 6 bytes, each beside the last 16 bits of the number of the call. A half is stored and loaded as one word of 8 bytes,
+// so a reader that finds this call's number in a half has its data, too. There is no flag to wait for after the rows, and
+// no fence before it: a row takes one way over the link instead of two, and a third more bytes.
 //
 // A line of call k must not be overwritten before its reader, rank B, has it. There are two slots for the lines of each
 // rank, for calls of even and of odd numbers, so the next one to write that line is call k + 2 of the same rank, A:
@@ -10,9 +10,9 @@
 //   3. B has written these in its kernel of call k + 1, so B's kernel of call k had ended before.
 //   4. A kernel ends when all its threads have read their lines: B has read that of call k.
 // Relaxed loads and stores suffice: (1) and (3) are ends of kernels, which order all accesses before with all after; and
-// what (2) has read, (3) has written. A line that is left of another call has another number than k: slots begin as zeros
-// and numbers at 1, and they repeat after 2^32 calls. All calls on a region have equally many CTAs, so that all of these
-// count alike.
+// what (2) has read, (3) has written. All calls on a region have arrays of the same sizes and equally many CTAs, so that
+// all of these count alike, and each call writes every line: one that has not arrived is that of call k - 2, or for an
+// address of call k - 1, or zeros, where numbers begin at 1. So 16 bits of the number suffice.
 //
 // tests/check_lines.cc runs the same functions on threads of a CPU.
 #pragma once
@@ -21,28 +21,69 @@
 
 namespace jmx {
 
-constexpr int kLineData = 8;  // bytes of data of a line
+constexpr int kLineData = 12;  // bytes of data of a line
 constexpr int kLineBytes = 16;
+constexpr int kLineUnit = 4;  // bytes of which each array is a multiple
 constexpr unsigned long long kMostLineData = 256 << 10;  // bytes of a call, above which the flag costs less
+constexpr int kLinesInFlight = 4;  // that a thread reads before it writes any, or waits for at once
 
-struct Line {
-  unsigned long long halves[2];  // each: data, and in its upper 4 bytes the number of the call
+// The data of a line.
+struct Words {
+  unsigned int of[kLineData / kLineUnit];
 };
 
-JMX_DEVICE inline Line LineOf(unsigned long long data, unsigned int call) {
-  const unsigned long long number = static_cast<unsigned long long>(call) << 32;
-  return {{(data & 0xFFFFFFFFull) | number, (data >> 32) | number}};
+struct Line {
+  unsigned long long halves[2];  // each: data, and in its upper 2 bytes the number of the call
+};
+
+JMX_DEVICE inline Line LineOf(const Words& words, unsigned int call) {
+  using Half = unsigned long long;
+  const Half number = Half{call} << 48;
+  return {{words.of[0] | Half{words.of[1] & 0xFFFF} << 32 | number, words.of[1] >> 16 | Half{words.of[2]} << 16 | number}};
 }
 
-// The data of a line of this call. `memory` loads, and waits between two attempts.
-template <typename Memory>
-JMX_DEVICE unsigned long long Receive(Memory& memory, const Line* from, unsigned int call) {
+JMX_DEVICE inline bool IsOf(const Line& line, unsigned int call) {
+  return line.halves[0] >> 48 == (call & 0xFFFF) && line.halves[1] >> 48 == (call & 0xFFFF);
+}
+
+JMX_DEVICE inline Words WordsOf(const Line& line) {
+  using Word = unsigned int;
+  const auto [first, last] = line.halves;
+  return {{static_cast<Word>(first), (static_cast<Word>(first >> 32) & 0xFFFF) | static_cast<Word>(last) << 16,
+           static_cast<Word>(last >> 16)}};
+}
+
+// `store` (i, data) for those lines of this call, at `from` (i), with a bit in `missing`, as they arrive. `memory` loads, and
+// waits between two attempts.
+template <int kCount, typename Memory, typename From, typename Store>
+JMX_DEVICE void Receive(Memory& memory, unsigned int call, unsigned int missing, From&& from, Store&& store) {
   for (;;) {
-    const Line line = memory.Load(from);
-    if (line.halves[0] >> 32 == call && line.halves[1] >> 32 == call)
-      return (line.halves[0] & 0xFFFFFFFFull) | line.halves[1] << 32;
+    Line lines[kCount];
+JMX_UNROLL
+    for (int i = 0; i < kCount; ++i)
+      if (missing >> i & 1) lines[i] = memory.Load(from(i));
+JMX_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if ((missing >> i & 1) == 0 || !IsOf(lines[i], call)) continue;
+      store(i, WordsOf(lines[i]));
+      missing &= ~(1u << i);
+    }
+    if (missing == 0) return;
     memory.Wait();
   }
+}
+
+// An address, or another number, as a line, and that of a line of this call.
+JMX_DEVICE inline Line NumberLine(unsigned long long number, unsigned int call) {
+  return LineOf({{static_cast<unsigned int>(number), static_cast<unsigned int>(number >> 32), 0}}, call);
+}
+
+template <typename Memory>
+JMX_DEVICE unsigned long long ReceiveNumber(Memory& memory, const Line* from, unsigned int call) {
+  unsigned long long number = 0;
+  Receive<1>(memory, call, 1, [&](int) { return from; },
+             [&](int, const Words& words) { number = words.of[0] | static_cast<unsigned long long>(words.of[1]) << 32; });
+  return number;
 }
 
 JMX_DEVICE inline Line* LinesOf(const Ranks& ranks, int owner, unsigned int call, int from) {
@@ -60,74 +101,126 @@ JMX_DEVICE inline Line* AddressLine(const Ranks& ranks, int owner, int from, int
 template <typename Memory>
 JMX_DEVICE unsigned long long Swap(Memory& memory, const Ranks& ranks, unsigned int call, int other, int block, int array,
                                    unsigned long long mine) {
-  memory.Store(AddressLine(ranks, other, ranks.rank, block, array), LineOf(mine, call));
-  return Receive(memory, AddressLine(ranks, ranks.rank, other, block, array), call);
+  memory.Store(AddressLine(ranks, other, ranks.rank, block, array), NumberLine(mine, call));
+  return ReceiveNumber(memory, AddressLine(ranks, ranks.rank, other, block, array), call);
+}
+
+JMX_DEVICE inline unsigned long long NumLines(unsigned long long bytes) { return (bytes + kLineData - 1) / kLineData; }
+
+// Line `at` of an array of so many bytes, and its storing; the last line may not be full.
+JMX_DEVICE inline Words ReadWords(const char* array, unsigned long long bytes, unsigned long long at) {
+  Words words{};
+JMX_UNROLL
+  for (int i = 0; i < kLineData / kLineUnit; ++i)
+    if (const auto word = at * (kLineData / kLineUnit) + i; word < bytes / kLineUnit)
+      words.of[i] = reinterpret_cast<const unsigned int*>(array)[word];
+  return words;
+}
+
+JMX_DEVICE inline void WriteWords(char* array, unsigned long long bytes, unsigned long long at, const Words& words) {
+JMX_UNROLL
+  for (int i = 0; i < kLineData / kLineUnit; ++i)
+    if (const auto word = at * (kLineData / kLineUnit) + i; word < bytes / kLineUnit)
+      reinterpret_cast<unsigned int*>(array)[word] = words.of[i];
 }
 
 // Arrays of all ranks, one after the other in each result, for one of `threads` threads.
 template <typename Memory>
 JMX_DEVICE void GatherLines(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
                             unsigned long long thread, unsigned long long threads) {
-  using Data = unsigned long long;
-  Data begin = 0;  // of an array in a slot
+  using Count = unsigned long long;
+  Count begin = 0;  // of an array in a slot
   for (int k = 0; k < arrays.count; ++k) {
-    const Data lines = arrays.bytes[k] / kLineData;
-    const Data* in = reinterpret_cast<const Data*>(arrays.in[k]);
-    Data* out = reinterpret_cast<Data*>(arrays.out[k]);
-    for (Data at = thread; at < lines; at += threads) {
-      const Data data = in[at];
-      for (int i = 1; i < ranks.num_ranks; ++i) {
-        const int other = (ranks.rank + i) % ranks.num_ranks;
-        memory.Store(LinesOf(ranks, other, call, ranks.rank) + begin + at, LineOf(data, call));
+    const Count bytes = arrays.bytes[k], lines = NumLines(bytes);
+    for (Count first = thread; first < lines; first += kLinesInFlight * threads) {
+      Words words[kLinesInFlight];
+JMX_UNROLL
+      for (int i = 0; i < kLinesInFlight; ++i)
+        if (first + i * threads < lines) words[i] = ReadWords(arrays.in[k], bytes, first + i * threads);
+JMX_UNROLL
+      for (int i = 0; i < kLinesInFlight; ++i) {
+        const Count at = first + i * threads;
+        if (at >= lines) continue;
+        for (int nth = 1; nth < ranks.num_ranks; ++nth) {
+          const int other = (ranks.rank + nth) % ranks.num_ranks;
+          memory.Store(LinesOf(ranks, other, call, ranks.rank) + begin + at, LineOf(words[i], call));
+        }
+        WriteWords(arrays.out[k] + ranks.rank * bytes, bytes, at, words[i]);
       }
-      out[ranks.rank * lines + at] = data;
     }
     begin += lines;
   }
   begin = 0;
   for (int k = 0; k < arrays.count; ++k) {
-    const Data lines = arrays.bytes[k] / kLineData;
-    Data* out = reinterpret_cast<Data*>(arrays.out[k]);
-    for (int i = 1; i < ranks.num_ranks; ++i) {
-      const int other = (ranks.rank + i) % ranks.num_ranks;
-      const Line* slot = LinesOf(ranks, ranks.rank, call, other) + begin;
-      for (Data at = thread; at < lines; at += threads) out[other * lines + at] = Receive(memory, slot + at, call);
+    const Count bytes = arrays.bytes[k], lines = NumLines(bytes), all = (ranks.num_ranks - 1) * lines;
+    for (Count first = thread; first < all; first += kLinesInFlight * threads) {
+      unsigned int missing = 0;
+JMX_UNROLL
+      for (int i = 0; i < kLinesInFlight; ++i)
+        if (first + i * threads < all) missing |= 1u << i;
+      const auto other_of = [&](int i) { return static_cast<int>((ranks.rank + 1 + (first + i * threads) / lines) % ranks.num_ranks); };
+      const auto line_of = [&](int i) { return (first + i * threads) % lines; };
+      Receive<kLinesInFlight>(
+          memory, call, missing,
+          [&](int i) { return LinesOf(ranks, ranks.rank, call, other_of(i)) + begin + line_of(i); },
+          [&](int i, const Words& words) { WriteWords(arrays.out[k] + other_of(i) * bytes, bytes, line_of(i), words); });
     }
     begin += lines;
   }
 }
 
-// The sum over all ranks, in float32 and in the order of the ranks, as `Reduce` of kernels.cu, for one thread.
-template <typename Element, typename Memory>
-JMX_DEVICE void ReduceLines(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
-                            unsigned long long thread, unsigned long long threads) {
-  using Data = unsigned long long;
+// The sum over all of at most kRanks ranks, in float32 and in the order of the ranks, as `Reduce` of kernels.cu, for one
+// thread.
+template <int kRanks, typename Element, typename Memory>
+JMX_DEVICE void ReduceLinesOf(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
+                              unsigned long long thread, unsigned long long threads) {
+  using Count = unsigned long long;
   constexpr int kElements = kLineData / sizeof(Element);
   union Lanes {
-    Data data;
+    Words words;
     Element elements[kElements];
     JMX_DEVICE Lanes() {}
   };
-  const Data lines = arrays.bytes[0] / kLineData, stride = arrays.whole ? 0 : lines;  // of ranks' rows
-  const Data* in = reinterpret_cast<const Data*>(arrays.in[0]);
-  for (Data at = thread; at < lines; at += threads) {
+  const Count bytes = arrays.bytes[0], lines = NumLines(bytes), stride = arrays.whole ? 0 : bytes;  // of ranks' rows
+  for (Count at = thread; at < lines; at += threads) {
     for (int i = 1; i < ranks.num_ranks; ++i) {
       const int other = (ranks.rank + i) % ranks.num_ranks;
-      memory.Store(LinesOf(ranks, other, call, ranks.rank) + at, LineOf(in[other * stride + at], call));
+      const Words words = ReadWords(arrays.in[0] + other * stride, bytes, at);
+      memory.Store(LinesOf(ranks, other, call, ranks.rank) + at, LineOf(words, call));
     }
   }
-  for (Data at = thread; at < lines; at += threads) {
+  for (Count at = thread; at < lines; at += threads) {
+    const Words own = ReadWords(arrays.in[0] + ranks.rank * stride, bytes, at);
+    Words theirs[kRanks];
+    Receive<kRanks>(
+        memory, call, ((1u << ranks.num_ranks) - 1) & ~(1u << ranks.rank),
+        [&](int rank) { return LinesOf(ranks, ranks.rank, call, rank) + at; },
+        [&](int rank, const Words& words) { theirs[rank] = words; });
     float sum[kElements] = {};
-    for (int rank = 0; rank < ranks.num_ranks; ++rank) {
+JMX_UNROLL
+    for (int rank = 0; rank < kRanks; ++rank) {
+      if (rank >= ranks.num_ranks) break;
       Lanes lanes;
-      lanes.data = rank == ranks.rank ? in[rank * stride + at]
-                                      : Receive(memory, LinesOf(ranks, ranks.rank, call, rank) + at, call);
+      lanes.words = rank == ranks.rank ? own : theirs[rank];
+JMX_UNROLL
       for (int i = 0; i < kElements; ++i) sum[i] += lanes.elements[i].Widen();
     }
     Lanes result;
+JMX_UNROLL
     for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
-    reinterpret_cast<Data*>(arrays.out[0])[at] = result.data;
+    WriteWords(arrays.out[0], bytes, at, result.words);
   }
+}
+
+template <typename Element, typename Memory>
+JMX_DEVICE void ReduceLines(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
+                            unsigned long long thread, unsigned long long threads) {
+  if (ranks.num_ranks <= 2)
+    ReduceLinesOf<2, Element>(memory, ranks, arrays, call, thread, threads);
+  else if (ranks.num_ranks <= 4)
+    ReduceLinesOf<4, Element>(memory, ranks, arrays, call, thread, threads);
+  else
+    ReduceLinesOf<kMaxRanks, Element>(memory, ranks, arrays, call, thread, threads);
 }
 
 }  // namespace jmx

@@ -3,6 +3,7 @@
 #include "needed.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -145,7 +146,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
-    Resources::Get().FindFunction(ordinal, CallOf(group, gather, each, top_k, args, results).function);
+    Resources::Get().needed.Find(ordinal, CallOf(group, gather, each, top_k, args, results).function);
   });
 }
 
@@ -156,7 +157,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devi
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     Call call = CallOf(group, gather, each, top_k, args, results);
     void* parameters[] = {&call.ranks, &call.arrays, &call.needed};
-    Launch(stream, ordinal, call.function, call.blocks, parameters);
+    Launch(stream, Resources::Get().needed.Find(ordinal, call.function), call.blocks, parameters);
   });
 }
 
@@ -175,3 +176,9 @@ auto BindCall(Binding&& binding) {
 
 JMX_LAUNCHING_HANDLERS(jmx_peer_gather_needed, jmx::Initialize<true>, jmx::Execute<true>);
 JMX_LAUNCHING_HANDLERS(jmx_peer_scatter_needed, jmx::Initialize<false>, jmx::Execute<false>);
+
+// The compiled needed.cu, for all calls. Returns 0.
+extern "C" int jmx_peer_set_needed_image(const char* data, size_t size) {
+  jmx::Resources::Get().needed.image.Set(data, size);
+  return 0;
+}

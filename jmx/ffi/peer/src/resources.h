@@ -15,17 +15,12 @@
 
 namespace jmx {
 
-// What the process has: the kernels, by GPU, and regions. It is never freed: a program may be launched at any time.
-class Resources {
+// The kernels of one CUDA source, by GPU and name.
+class Kernels {
  public:
-  static Resources& Get() {
-    static auto* resources = new Resources;  // not destroyed while other threads may still run
-    return *resources;
-  }
-
   Image image;
 
-  Function FindFunction(int ordinal, const std::string& name) {
+  Function Find(int ordinal, const std::string& name) {
     std::lock_guard lock(mutex_);
     if (auto found = functions_.find({ordinal, name}); found != functions_.end()) return found->second;
     const Module module = image.ModuleOf(ordinal);
@@ -34,6 +29,21 @@ class Resources {
     Check(driver().function(&function, module, name.c_str()), "cuModuleGetFunction");
     return functions_[{ordinal, name}] = function;
   }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, std::string>, Function> functions_;
+};
+
+// What the process has: kernels, and regions. It is never freed: a program may be launched at any time.
+class Resources {
+ public:
+  static Resources& Get() {
+    static auto* resources = new Resources;  // not destroyed while other threads may still run
+    return *resources;
+  }
+
+  Kernels kernels, needed;  // of kernels.cu; of needed.cu, which few programs call
 
   // The regions of ranks, by rank, of calls of one kind. They are made when the first of these GPUs asks.
   const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals, size_t slot_bytes) {
@@ -56,7 +66,6 @@ class Resources {
 
  private:
   std::mutex mutex_;
-  std::map<std::pair<int, std::string>, Function> functions_;
   std::map<std::tuple<std::string, std::vector<int>, size_t>, std::vector<Address>> regions_;
 };
 

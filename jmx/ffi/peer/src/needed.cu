@@ -1,6 +1,5 @@
 // The kernels that send rows to the ranks which need them only, from the arrays of one rank to those of another.
-#pragma once
-
+// jmx/ffi/peer/library.py compiles them where a program calls one.
 #include "calls.h"
 #include "needed.h"
 #include "region.h"
@@ -83,7 +82,7 @@ __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
   ReceiveAddresses(ranks, call, arrays.count, results);  // and all warps have found theirs
   SendRouting(ranks, arrays, needed, own, results, rows.begin, rows.end);
   SendRouting(ranks, arrays, needed, own, results, needed.rows + others.begin, needed.rows + others.end);
-  Tell(ranks, call, jmx::kFirst);
+  Signal(ranks, call, jmx::kFirst);
   const auto result = [&](int rank) {
     return reinterpret_cast<uint4*>(rank == ranks.rank ? reinterpret_cast<u64>(arrays.out[0]) : results[rank * jmx::kMaxArrays]);
   };
@@ -158,3 +157,14 @@ __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
 }
 
 }  // namespace
+
+#define NEEDED(NAME, CALL)                                                                              \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
+  NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,                      \
+       const __grid_constant__ Needed needed) {                                                         \
+    CALL(ranks, arrays, needed);                                                                        \
+  }
+NEEDED(gather_needed, GatherNeeded)
+NEEDED(reduce_bf16_needed, ReduceNeeded<BFloat16>)
+NEEDED(reduce_f16_needed, ReduceNeeded<Float16>)
+NEEDED(reduce_f32_needed, ReduceNeeded<Float32>)
