@@ -8,6 +8,7 @@ from typing import Any
 
 import aot
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -171,7 +172,27 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plgpu.commit_smem()
         return softmax._replace(gathered=softmax.gathered + product)
 
+    def add_values_and_score(
+        softmax: RunningSoftmax,
+        weights: jax.Array,
+        values: Any,
+        rows: Any,
+        keys: Any,
+        queued: Callable[[], None],
+        read: Callable[[], None],
+    ) -> tuple[RunningSoftmax, jax.Array]:
+        def multiply(accumulator: Any) -> jax.Array:
+            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
+            queued()
+            return accumulator[...]
+
+        softmax = add_values(softmax, weights, values)
+        scores = pl.run_scoped(multiply, plgpu.ACC((rows.shape[0], keys.shape[0]), jnp.float32))
+        read()
+        return softmax, scores
+
     monkeypatch.setattr(RunningSoftmax, "add_values", add_values)
+    monkeypatch.setattr(RunningSoftmax, "add_values_and_score", add_values_and_score)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
 
@@ -182,6 +203,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("length", "group", "sizes", "window", "cores"),
     [
         (256, 1, (192, 128), None, None),
+        (512, 1, (192, 128), None, 2),
+        (256, 1, (192, 128), 100, 3),
         (256, 4, (64, 64), 100, 3),
         (384, 1, (64, 64), 129, 4),
         (128, 3, (80, 80), None, 2),
