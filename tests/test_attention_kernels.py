@@ -187,7 +187,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return accumulator[...]
 
         softmax = add_values(softmax, weights, values)
-        scores = pl.run_scoped(multiply, plgpu.ACC((rows.shape[0], keys.shape[0]), jnp.float32))
+        accumulator = plgpu.ACC((rows.shape[0], keys.shape[0]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        scores = pl.run_scoped(multiply, accumulator)
         read()
         return softmax, scores
 

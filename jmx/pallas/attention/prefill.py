@@ -353,8 +353,9 @@ def _attend_queued(
         """Adds the last step, of `count` keys."""
         plgpu.barrier_arrive(smem.rows_empty)
         softmax, scores = state
-        distance = element_ids(scores.shape, 0) + start - element_ids(scores.shape, 1) - (item.first + last) * BLOCK
-        softmax, weights = weigh(softmax, hide_unseen(scores, distance, None))
+        keys = element_ids(scores.shape, 1) + (item.first + last) * BLOCK
+        scores = hide_unseen(scores, element_ids(scores.shape, 0) + start - keys, None)
+        softmax, weights = weigh(softmax, scores)
         values = smem.values.wait(item.before + last).at[pl.ds(0, count)]
         smem.take_turn(warpgroup)
         softmax = softmax.add_values(weights, values)
@@ -365,9 +366,9 @@ def _attend_queued(
     def finish_half(state: _State) -> RunningSoftmax:
         return finish(attend(last - 1, state, count=ROWS), count=ROWS)
 
+    state = softmax, _first_scores(item, smem, warpgroup)
     # The first consumer's queries see the first half of the last block alone.
     is_half = (warpgroup == 0) & (last > 0)
-    state = softmax, _first_scores(item, smem, warpgroup)
     state = lax.fori_loop(0, last - is_half.astype(jnp.int32), attend, state)
     return lax.cond(is_half, finish_half, finish, state)
 

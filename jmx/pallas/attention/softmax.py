@@ -86,8 +86,8 @@ class RunningSoftmax(NamedTuple):
 
         zeros = _filled((rows.shape[0], keys.shape[0]), 0)
         given = plgpu.ACC.init(self.gathered), plgpu.ACC.init(zeros)
-        gathered, scores = pl.run_state(multiply)(given)
-        return self._replace(gathered=gathered), scores
+        found: Any = pl.run_state(multiply)(given)
+        return self._replace(gathered=found[0]), found[1]
 
     def results(self, sinks: jax.typing.ArrayLike) -> jax.Array:
         """`gathered` over the total, with the sinks in it, in powers of two: one more score a row, without a value."""
