@@ -8,6 +8,7 @@ from typing import Any
 
 import aot
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from jmx.models.attention.functions import NO_SINK, attend, flash_attention
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
-from jmx.pallas.attention.schedule import plan
+from jmx.pallas.attention.schedule import BLOCK, Items, plan
 from jmx.pallas.attention.softmax import LEAST, MERGED, RunningSoftmax, SplitResults
 from jmx.selection.environment import Environment
 
@@ -102,15 +103,39 @@ def check_latent(
 
 
 @pytest.mark.parametrize(
-    ("ctas", "heads", "blocks", "most"),
-    [(132, 64, 32, 32), (132, 64, 32, 2), (132, 37, 8, 8), (7, 5, 9, 4), (45, 5, 9, 9)],
+    ("ctas", "heads", "blocks", "most", "together"),
+    [(132, 64, 32, 32, 8), (132, 64, 32, 2, 16), (132, 37, 8, 8, 16), (7, 5, 9, 4, 1), (45, 5, 9, 9, 2)],
 )
-def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(ctas: int, heads: int, blocks: int, most: int) -> None:
-    counts, *turns = plan(ctas, heads, blocks, most)
+def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(
+    ctas: int, heads: int, blocks: int, most: int, together: int
+) -> None:
+    counts, *turns = plan(ctas, heads, blocks, most, together)
     taken = [[turn[cta] for turn in turns[:count]] for cta, count in enumerate(counts)]
     assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
     steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
     assert max(steps) - min(steps) <= most + 1
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "window", "token_bytes", "together"),
+    [
+        (4096, 128, None, 640, 8),  # DeepSeek-V3
+        (1024, 128, None, 640, 16),
+        (65536, 128, None, 640, 1),
+        (65536, 128, 4096, 640, 8),
+        (4096, 64, None, 32, 16),  # gpt-oss
+    ],
+)
+def test_heads_whose_keys_and_values_the_cache_holds_are_taken_together(
+    length: int, heads: int, window: int | None, token_bytes: float, together: int
+) -> None:
+    schedule = Items(1, length, heads, window, CORES, token_bytes).schedule()
+    assert schedule is not None
+    blocks = length // BLOCK
+    firsts = {divmod(int(number), blocks) for number in schedule[1]}  # head and block, of each CTA
+    groups = -(-CORES // (together * blocks))
+    assert {head for head, _ in firsts} <= {*range(groups * together)}
+    assert {head for head, block in firsts if block == blocks - 1} >= {*range(together)}
 
 
 @pytest.mark.parametrize("splits", [1, 3, MERGED, MERGED + 1, 2 * MERGED + 1, MERGED * MERGED])
@@ -147,7 +172,28 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         plgpu.commit_smem()
         return softmax._replace(gathered=softmax.gathered + product)
 
+    def add_values_and_score(
+        softmax: RunningSoftmax,
+        weights: jax.Array,
+        values: Any,
+        rows: Any,
+        keys: Any,
+        queued: Callable[[], None],
+        read: Callable[[], None],
+    ) -> tuple[RunningSoftmax, jax.Array]:
+        def multiply(accumulator: Any) -> jax.Array:
+            plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
+            queued()
+            return accumulator[...]
+
+        softmax = add_values(softmax, weights, values)
+        accumulator = plgpu.ACC((rows.shape[0], keys.shape[0]), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        scores = pl.run_scoped(multiply, accumulator)
+        read()
+        return softmax, scores
+
     monkeypatch.setattr(RunningSoftmax, "add_values", add_values)
+    monkeypatch.setattr(RunningSoftmax, "add_values_and_score", add_values_and_score)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
 
@@ -158,6 +204,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("length", "group", "sizes", "window", "cores"),
     [
         (256, 1, (192, 128), None, None),
+        (512, 1, (192, 128), None, 2),
+        (256, 1, (192, 128), 100, 3),
         (256, 4, (64, 64), 100, 3),
         (384, 1, (64, 64), 129, 4),
         (128, 3, (80, 80), None, 2),

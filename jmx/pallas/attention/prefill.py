@@ -17,17 +17,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jmx.pallas.attention.prefill_memory import ROWS, Shared
 from jmx.pallas.attention.schedule import BLOCK, Item, Items
-from jmx.pallas.attention.softmax import TO_BITS, RunningSoftmax, element_ids, hide_unseen, shared_memory
+from jmx.pallas.attention.softmax import TO_BITS, RunningSoftmax, element_ids, hide_unseen
 from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
-ROWS = BLOCK // 2  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
 STORED = 64  # channels of results that are written at a time, where these are a multiple of that
 MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 SHARED_MEMORY = 226 * 1024  # bytes for queries, results, keys and values; a CTA has 227 KiB, with barriers
+
+_State = tuple[RunningSoftmax, jax.Array]  # the softmax before a step, and the scores of that step
 
 
 def stages(key_dim: int, value_dim: int) -> int:
@@ -70,9 +72,11 @@ def flash_prefill(
     """
     batch, length, heads, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
+    group, value_dim = heads // keys.shape[2], values.shape[-1]
     count = heads * batch * (length // BLOCK)
-    items = Items(batch, length, heads, window, ctas=count if core_count is None else min(core_count, count))
-    call = _Call(items, heads // keys.shape[2], dim, values.shape[-1], factor)
+    ctas = count if core_count is None else min(core_count, count)
+    items = Items(batch, length, heads, window, ctas, token_bytes=2 * (dim + value_dim) / group)
+    call = _Call(items, group, dim, value_dim, factor)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
 
 
@@ -99,8 +103,9 @@ def flash_prefill_pages(
     """
     batch, length, heads, dim = query.shape
     # Rows have any lengths, so each block has a CTA: the GPU starts one wherever another has ended.
-    items = Items(batch, length, heads, window, ctas=heads * batch)
-    call = _Call(items, heads // pages.shape[2], dim, dim, dim**-0.5)
+    group = heads // pages.shape[2]
+    items = Items(batch, length, heads, window, ctas=heads * batch, token_bytes=4 * dim / group)
+    call = _Call(items, group, dim, dim, dim**-0.5)
     return _launch(call, query, sinks, _Pages(pages=pages, tables=tables, starts=starts))
 
 
@@ -123,7 +128,9 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             persistent=call.items.ctas < call.items.count,
             pages=isinstance(source, _Pages),
         ),
-        scratch_types={"shared": _Shared.types(call, query.dtype)},
+        scratch_types={
+            "shared": Shared.types(call.stages, call.dim, call.value_dim, _stored(call.value_dim), query.dtype)
+        },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the pipeline has its own
@@ -151,6 +158,11 @@ class _Call:
     @property
     def window(self) -> int | None:
         return self.items.window
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether tensor cores, not exponentials, bound a step: then products are queued right after each other."""
+        return self.dim > 128 and self.window is None
 
 
 class _Prompt(NamedTuple):
@@ -195,79 +207,7 @@ class _Operands(NamedTuple):
     schedule: Ref
 
 
-class _Stages(NamedTuple):
-    """Blocks of keys, or of values, in the stages of the pipeline, by the number of a step of the CTA."""
-
-    blocks: Ref
-    full: Ref
-    empty: Ref
-
-    @classmethod
-    def types(cls, count: int, channels: int, dtype: jax.typing.DTypeLike) -> "_Stages":
-        return cls(
-            blocks=shared_memory(count, BLOCK, channels, dtype=dtype),
-            full=plgpu.Barrier(num_barriers=count),
-            empty=plgpu.Barrier(num_arrivals=2, num_barriers=count),
-        )
-
-    def stage(self, step: jax.Array) -> jax.Array:
-        return lax.rem(step, jnp.int32(self.blocks.shape[0]))
-
-    def load(self, step: jax.Array, source: Ref) -> None:
-        """Begins to copy a block, once both consumers are done with the one before it."""
-        stage = self.stage(step)
-        with jax.named_scope("acquire"):
-            pl.when(step >= self.blocks.shape[0])(partial(plgpu.barrier_wait, self.empty.at[stage]))
-        plgpu.copy_gmem_to_smem(source, self.blocks.at[stage], self.full.at[stage])
-
-    @jax.named_scope("wait")
-    def wait(self, step: jax.Array) -> Ref:
-        """The block, when it is here."""
-        stage = self.stage(step)
-        plgpu.barrier_wait(self.full.at[stage])
-        return self.blocks.at[stage]
-
-    def release(self, step: jax.Array) -> None:
-        """A consumer is done with the block."""
-        plgpu.barrier_arrive(self.empty.at[self.stage(step)])
-
-
-class _Shared(NamedTuple):
-    """The shared memory of a CTA, and its barriers: types, or references. Rows, results and turns are by consumer.
-
-    Consumers take turns at tensor cores: one multiplies while the other takes exponentials.
-    """
-
-    rows: Ref
-    results: Ref
-    keys: _Stages
-    values: _Stages
-    rows_full: Ref
-    rows_empty: Ref
-    turns: Ref
-
-    @classmethod
-    def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
-        return cls(
-            rows=shared_memory(2, ROWS, call.dim, dtype=dtype),
-            results=shared_memory(2, ROWS, _stored(call.value_dim), dtype=dtype),
-            keys=_Stages.types(call.stages, call.dim, dtype),
-            values=_Stages.types(call.stages, call.value_dim, dtype),
-            rows_full=plgpu.Barrier(num_barriers=2),
-            rows_empty=plgpu.Barrier(num_arrivals=2),
-            turns=plgpu.Barrier(num_barriers=2),
-        )
-
-    @jax.named_scope("take_turns")
-    def take_turn(self, warpgroup: jax.Array) -> None:
-        """Waits until the other consumer passes the turn."""
-        plgpu.barrier_wait(self.turns.at[warpgroup])
-
-    def pass_turn(self, warpgroup: jax.Array) -> None:
-        plgpu.barrier_arrive(self.turns.at[1 - warpgroup])
-
-
-def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> None:
+def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: Shared) -> None:
     """The kernel: warpgroups 0 and 1 are consumers, of half an item's queries each, and 2 is the producer."""
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup < 2)(lambda: _consume(call, operands, out, shared, warpgroup))
@@ -275,7 +215,7 @@ def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> N
 
 
 @jax.named_scope("producer")
-def _produce(call: _Call, operands: _Operands, smem: _Shared) -> None:
+def _produce(call: _Call, operands: _Operands, smem: Shared) -> None:
     """Loads queries, keys and values, block by block, as their places become empty."""
     plgpu.set_max_registers(40, action="decrease")
 
@@ -300,7 +240,7 @@ def _produce(call: _Call, operands: _Operands, smem: _Shared) -> None:
 
 
 @jax.named_scope("consumer")
-def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgroup: jax.Array) -> None:
+def _consume(call: _Call, operands: _Operands, out: Ref, smem: Shared, warpgroup: jax.Array) -> None:
     """Attention of the queries of one consumer warpgroup."""
     plgpu.set_max_registers(232, action="increase")
     pl.when(warpgroup == 1)(lambda: smem.pass_turn(warpgroup))  # the other one has the first
@@ -308,7 +248,8 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgrou
     def attend(item: Item) -> None:
         sink = operands.sinks[item.head] * TO_BITS  # read while keys are multiplied
         softmax = RunningSoftmax.begin(ROWS, call.value_dim)
-        results = _attend_blocks(call, item, smem, warpgroup, softmax).results(sink)
+        attend_blocks = _attend_queued if call.is_queued else _attend_blocks
+        results = attend_blocks(call, item, smem, warpgroup, softmax).results(sink)
         here = pl.ds(item.tile * BLOCK + warpgroup * ROWS, ROWS)
         _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
@@ -317,7 +258,7 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: _Shared, warpgrou
 
 
 def _attend_blocks(
-    call: _Call, item: Item, smem: _Shared, warpgroup: jax.Array, softmax: RunningSoftmax
+    call: _Call, item: Item, smem: Shared, warpgroup: jax.Array, softmax: RunningSoftmax
 ) -> RunningSoftmax:
     """`softmax` of a consumer's queries with all keys and values that they see."""
     rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
@@ -377,6 +318,77 @@ def _attend_blocks(
         softmax = attend_last(softmax)
     smem.pass_turn(warpgroup)
     return softmax
+
+
+def _attend_queued(
+    call: _Call, item: Item, smem: Shared, warpgroup: jax.Array, softmax: RunningSoftmax
+) -> RunningSoftmax:
+    """`_attend_blocks` without windows: a step's values and the next one's keys are multiplied without a gap."""
+    rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
+    last = item.steps - 1
+
+    def weigh(softmax: RunningSoftmax, scores: jax.Array) -> tuple[RunningSoftmax, jax.Array]:
+        softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
+        return lax.optimization_barrier((softmax, weights.astype(rows.dtype)))
+
+    def attend(step: jax.Array, state: _State, *, count: int = BLOCK) -> _State:
+        """Adds a step, and multiplies the first `count` keys of the next one."""
+        softmax, weights = weigh(*state)
+        here = item.before + step
+        values = smem.values.wait(here)
+        keys = smem.keys.wait(here + 1).at[pl.ds(0, count)]
+        smem.take_turn(warpgroup)
+        after = softmax.add_values_and_score(
+            weights,
+            values,
+            rows,
+            keys,
+            queued=partial(smem.pass_turn, warpgroup),
+            read=partial(smem.values.release, here),
+        )
+        smem.keys.release(here + 1)
+        return after
+
+    def finish(state: _State, *, count: int = BLOCK) -> RunningSoftmax:
+        """Adds the last step, of `count` keys."""
+        plgpu.barrier_arrive(smem.rows_empty)
+        softmax, scores = state
+        keys = element_ids(scores.shape, 1) + (item.first + last) * BLOCK
+        scores = hide_unseen(scores, element_ids(scores.shape, 0) + start - keys, None)
+        softmax, weights = weigh(softmax, scores)
+        values = smem.values.wait(item.before + last).at[pl.ds(0, count)]
+        smem.take_turn(warpgroup)
+        softmax = softmax.add_values(weights, values)
+        smem.pass_turn(warpgroup)
+        smem.values.release(item.before + last)
+        return softmax
+
+    def finish_half(state: _State) -> RunningSoftmax:
+        return finish(attend(last - 1, state, count=ROWS), count=ROWS)
+
+    state = softmax, _first_scores(item, smem, warpgroup)
+    # The first consumer's queries see the first half of the last block alone.
+    is_half = (warpgroup == 0) & (last > 0)
+    state = lax.fori_loop(0, last - is_half.astype(jnp.int32), attend, state)
+    return lax.cond(is_half, finish_half, finish, state)
+
+
+def _first_scores(item: Item, smem: Shared, warpgroup: jax.Array) -> jax.Array:
+    """The scores of a consumer's queries over the keys of an item's first step."""
+    with jax.named_scope("prologue"):
+        plgpu.barrier_wait(smem.rows_full.at[warpgroup])
+    keys = smem.keys.wait(item.before)
+    smem.take_turn(warpgroup)
+
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, smem.rows.at[warpgroup], keys.transpose((1, 0)))
+        smem.pass_turn(warpgroup)
+        return accumulator[...]
+
+    with jax.named_scope("scores"):
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    smem.keys.release(item.before)
+    return scores
 
 
 def _hide_outside(window: int, scores: jax.Array, distance: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ from jax import lax
 from jmx.pallas.sm90.operation import Ref
 
 BLOCK = 128  # queries of one item of work, and keys of one step
-HEADS = 16  # whose items are taken at about the same time: their keys and values are then read from the L2 cache
+HEADS = 16  # whose items are taken at about the same time, at most: their keys and values then stay in the L2 cache
+CACHED = 22_000_000  # bytes of these keys and values, at most: each half of the cache holds what its SMs read
 
 
 class Item(NamedTuple):
@@ -35,13 +36,17 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Items:
-    """The items of a call, which `ctas` CTAs take. Each of `rows` has `length` queries of `heads` heads."""
+    """The items of a call, which `ctas` CTAs take. Each of `rows` has `length` queries of `heads` heads.
+
+    `token_bytes` is the size of a position's keys and values over the number of heads that share them.
+    """
 
     rows: int
     length: int
     heads: int
     window: int | None
     ctas: int
+    token_bytes: float
 
     @property
     def count(self) -> int:
@@ -53,7 +58,8 @@ class Items:
             return None
         blocks = self.length // BLOCK
         most = blocks if self.window is None else -(-(self.window - 1) // BLOCK) + 1
-        return jnp.asarray(plan(self.ctas, self.heads * self.rows, blocks, most))
+        together = max(1, min(HEADS, int(CACHED / (most * BLOCK * self.token_bytes))))
+        return jnp.asarray(plan(self.ctas, self.heads * self.rows, blocks, most, together))
 
     def each(
         self, schedule: Ref | None, first_block: Callable[[jax.Array], jax.Array], take: Callable[[Item], None]
@@ -85,23 +91,24 @@ class Items:
 
 
 @lru_cache
-def plan(ctas: int, heads: int, blocks: int, most: int) -> np.ndarray:
+def plan(ctas: int, heads: int, blocks: int, most: int, together: int) -> np.ndarray:
     """Items of each CTA in turn, int32 (turns + 2, ctas): the first row has their number, the last one zeros.
 
     Item `head * blocks + block` takes `min(block + 1, most)` steps. Each goes to the CTA that is the first to be free:
-    those of `HEADS` heads after each other, of these the longest items first, so that short ones fill the end.
+    those of `together` heads after each other, of these the longest items first, so that short ones fill the end.
 
     Args:
         ctas: CTAs, at most as many as items.
         heads: of all rows.
         blocks: of queries of a head.
         most: steps of an item at most: those that a window has.
+        together: heads whose items are taken at about the same time.
     """
     free = [(0, cta) for cta in range(ctas)]
     taken: list[list[int]] = [[] for _ in range(ctas)]
-    for first in range(0, heads, HEADS):
+    for first in range(0, heads, together):
         for block in reversed(range(blocks)):
-            for head in range(first, min(first + HEADS, heads)):
+            for head in range(first, min(first + together, heads)):
                 at, cta = free[0]
                 taken[cta].append(head * blocks + block)
                 heapq.heapreplace(free, (at + min(block + 1, most) + 1, cta))  # 1: the item's beginning and end

@@ -4,7 +4,7 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -57,6 +57,37 @@ class RunningSoftmax(NamedTuple):
             plgpu.wgmma(accumulator, weights.astype(values.dtype), values)
 
         return self._replace(gathered=pl.run_state(multiply)(plgpu.ACC.init(self.gathered)))
+
+    @jax.named_scope("weigh_values_and_score")
+    def add_values_and_score(
+        self,
+        weights: jax.Array,
+        values: Ref,
+        rows: Ref,
+        keys: Ref,
+        *,
+        queued: Callable[[], None],
+        read: Callable[[], None],
+    ) -> tuple["RunningSoftmax", jax.Array]:
+        """`add_values`, and the scores of `rows` (rows, D) over further keys (keys, D), on tensor cores without a gap.
+
+        Args:
+            queued: called when both products are.
+            read: called when all values are.
+        """
+
+        def multiply(accumulators: tuple[Ref, Ref]) -> None:
+            gathered, scores = accumulators
+            plgpu.wgmma(gathered, weights.astype(values.dtype), values)
+            plgpu.wgmma(scores, rows, keys.transpose((1, 0)))
+            queued()
+            plgpu.wgmma_wait(1)
+            read()
+
+        zeros = _filled((rows.shape[0], keys.shape[0]), 0)
+        given = plgpu.ACC.init(self.gathered), plgpu.ACC.init(zeros)
+        found: Any = pl.run_state(multiply)(given)
+        return self._replace(gathered=found[0]), found[1]
 
     def results(self, sinks: jax.typing.ArrayLike) -> jax.Array:
         """`gathered` over the total, with the sinks in it, in powers of two: one more score a row, without a value."""
