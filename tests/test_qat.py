@@ -392,8 +392,10 @@ def test_a_layer_of_shapes_is_explained_as_one_of_arrays():
     layer, shapes = make(), nnx.eval_shape(make)
     assert shapes.problem(x) == layer.problem(x)
     assert jmx.explain(shapes, x).chosen == jmx.explain(layer, x).chosen
+    masters = shapes.held
+    assert isinstance(masters, MasterExperts)
     with pytest.raises(TypeError, match=r"`experts` \(a ShapeDtypeStruct .*\) must have values"):
-        shapes.held.quantize()
+        masters.quantize()
 
 
 # Errors

@@ -65,7 +65,8 @@ class Run:
         if save_every % report_every:
             raise ValueError(f"`save_every` (={save_every}) must be a multiple of `report_every` (={report_every})")
         began = self._began_with()
-        for name in () if began is None else {**began, **self._arguments}:
+        began = self._arguments if began is None else began
+        for name in {**began, **self._arguments}:
             if (its := self._arguments.get(name)) != (value := began.get(name)):
                 raise ValueError(f"`{name}` (={its}) must be {value}, as when the training in {folder} began")
 
