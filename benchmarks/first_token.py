@@ -24,8 +24,8 @@ import jax.monitoring
 import numpy as np
 
 from jmx.cli import mesh_argument
-from jmx.models import FAMILIES, Runner, Sampler, from_source, random_source
-from jmx.models.config import Config
+from jmx.models import Runner, Sampler, from_source, random_source
+from jmx.models.families import published
 from jmx.models.loading import split_of
 from jmx.models.program_store import ProgramStore
 from jmx.models.runner import CHUNK
@@ -83,9 +83,8 @@ def measure(runner: Runner, prompts: list[list[int]], runs: int) -> dict[str, An
 
 def main() -> int:
     """Prints the times, and writes them to --json."""
-    published: dict[str, Config] = {name: c for family in FAMILIES.values() for name, c in family.published.items()}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", choices=published)
+    parser.add_argument("model", choices=published())
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--rows", type=int, default=1, help="prompts at once")
     parser.add_argument("--runs", type=int, default=5, help="timed after the first")
@@ -101,7 +100,7 @@ def main() -> int:
         jax.config.update("jax_compilation_cache_dir", str(arguments.cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         store = ProgramStore(arguments.cache / "programs")
-    config = published[arguments.model]
+    config = published()[arguments.model]
     mesh = None if arguments.mesh is None else mesh_argument.make(arguments.mesh)
     axes = None if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
     start = time.perf_counter()

@@ -29,7 +29,8 @@ import jmx
 from benchmarks import kernel_trace
 from jmx.cli import compilation_cache
 from jmx.cli.parser import counts
-from jmx.models import FAMILIES, Sampler, from_source, random_source
+from jmx.models import Sampler, from_source, random_source
+from jmx.models.families import published
 from jmx.serving.engine import Engine, Generate, Limits
 from jmx.util import atomic_files
 
@@ -40,8 +41,7 @@ SHOWN = 16  # kernels, those that take the most time
 def main() -> int:
     """Profiles an engine, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    published = {name: config for family in FAMILIES.values() for name, config in family.published.items()}
-    parser.add_argument("model", choices=sorted(published), metavar="MODEL")
+    parser.add_argument("model", choices=sorted(published()), metavar="MODEL")
     parser.add_argument("--users", type=counts, default=[1, 64], metavar="N,...")
     parser.add_argument("--steps", type=int, default=200, metavar="N")
     parser.add_argument("--max-users", type=int, metavar="N", help="default: the most of --users")
@@ -60,7 +60,7 @@ def main() -> int:
         cache_tokens=arguments.cache_tokens or most * (length + 128),
         prompt_tokens=arguments.prompt_tokens,
     )
-    model = from_source(random_source(published[arguments.model], 0, jmx.MXFP4), dtype=jax.numpy.dtype("bfloat16"))
+    model = from_source(random_source(published()[arguments.model], 0, jmx.MXFP4), dtype=jax.numpy.dtype("bfloat16"))
     engine = Engine(model, limits, store=compilation_cache.program_store())
     engine.warm_up(lambda ready, of: print(f"{ready} of {of} programs", flush=True))
     found = []

@@ -27,7 +27,8 @@ from flax import nnx
 from jax import lax
 
 from jmx.lora import LoRA
-from jmx.models import FAMILIES, Model, from_source, random_source
+from jmx.models import Model, from_source, random_source
+from jmx.models.families import published
 
 CHUNK = 1024  # tokens whose logits are in memory at a time
 STEPS = 3  # timed, after one that is not
@@ -50,8 +51,8 @@ class Settings:
 
 def adapted_model(settings: Settings) -> Model:
     """The model with its adapters, in the layout of this machine."""
-    published: dict[str, Any] = {name: c for family in FAMILIES.values() for name, c in family.published.items()}
-    config = dataclasses.replace(published[settings.model], **settings.sizes)
+    whole: Any = published()[settings.model]  # a dataclass, in every family
+    config = dataclasses.replace(whole, **settings.sizes)
     model = from_source(random_source(config))
     lora = LoRA(settings.rank, 2 * settings.rank, dtype=jnp.dtype(settings.dtype))
     for number, layer in enumerate(model.layers):
@@ -103,7 +104,7 @@ def compile_step(settings: Settings) -> tuple[Any, Any]:
 
     def made() -> tuple[Any, ...]:
         _, adapters, state, frozen = parts()
-        vocabulary = FAMILIES["gpt_oss"].published[settings.model].vocab_size
+        vocabulary = published()[settings.model].vocab_size
         vocabulary = settings.sizes.get("vocab_size", vocabulary)
         return adapters, state, frozen, jax.random.randint(jax.random.key(7), shape, 0, vocabulary, jnp.int32)
 

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 
-from jmx.models import FAMILIES, Runner, Sampler, from_source, random_source
-from jmx.models.config import Config
+from jmx.models import Runner, Sampler, from_source, random_source
+from jmx.models.families import published
 from jmx.models.runner import CHUNK
 from jmx.util import atomic_files
 
-PUBLISHED: dict[str, Config] = {name: its for family in FAMILIES.values() for name, its in family.published.items()}
+PUBLISHED = published()
 PROMPT = 1024  # tokens of each user before decoded ones
 STEPS = 2 * CHUNK  # of a sample
 

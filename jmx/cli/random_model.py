@@ -45,10 +45,9 @@ def check(arguments: argparse.Namespace) -> None:
 
 def config(arguments: argparse.Namespace) -> "Config":
     """The configuration of --random."""
-    from jmx.models import FAMILIES
+    from jmx.models.families import published
 
-    published = {name: config for family in FAMILIES.values() for name, config in family.published.items()}
-    return published[arguments.random]
+    return published()[arguments.random]
 
 
 def source(arguments: argparse.Namespace, routing: str = "uniform") -> "Source":

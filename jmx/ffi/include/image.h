@@ -1,5 +1,5 @@
-// The kernels of a library that were compiled together, which each GPU loads once. Functions throw std::string, the reason of a
-// failure.
+// The kernels of a library that were compiled together, which each GPU loads once. Functions throw std::string, the
+// reason of a failure.
 #pragma once
 
 #include <cstddef>
