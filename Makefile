@@ -73,9 +73,10 @@ test-wheel: $(VENV)/installed-test$(extra) $(oldest)/installed-oldest
 	rm -rf $(wheel)
 	$(bin)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(wheel) .
 	$(bin)/python $(pip_install) --no-deps --target $(wheel)/installed $(wheel)/*.whl
-	for bin in $(oldest)/bin $(bin); do \
-	    PATH=$$bin JAX_PLATFORMS=cpu PYTHONPATH=$(wheel)/installed $$bin/python tests/wheel.py $(wheel)/installed $(CUTLASS) || exit; \
-	done
+	pids=; for bin in $(oldest)/bin $(bin); do \
+	    PATH=$$bin JAX_PLATFORMS=cpu PYTHONPATH=$(wheel)/installed $$bin/python tests/wheel.py $(wheel)/installed $(CUTLASS) & \
+	    pids="$$pids $$!"; \
+	done; failed=0; for pid in $$pids; do wait $$pid || failed=1; done; exit $$failed
 
 $(oldest)/installed-oldest: pyproject.toml tests/oldest.py | $(bin)/python
 	@echo "installing the oldest versions into $(oldest)"
