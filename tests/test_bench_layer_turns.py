@@ -32,7 +32,7 @@ def test_each_case_is_timed_once_after_the_limits_and_peers_come_last():
     assert [part.tokens for part in plan(settings(), ["xla"], [], 5)[1:]] == [(1,), (64,)]  # none without work
 
 
-def test_processes_are_told_all_settings(tmp_path):
+def test_processes_get_all_settings(tmp_path):
     ours = Part("mosaic", "nvfp4", (1, 64)).command(settings(routing="zipf", repeats=7), None)
     given = {"routing": "zipf", "repeats": 7, "layers": 1, "seed": 3, "model": "gpt-oss-120b", "tokens": [1, 64]}
     assert json.loads(ours[-1]) == given | {"pair": "nvfp4"}
@@ -100,7 +100,7 @@ SCRIPTS = {
 }
 
 
-def test_what_does_not_compile_in_time_or_ends_early_has_rows_that_say_so(tmp_path, monkeypatch):
+def test_what_does_not_compile_in_time_or_ends_early_has_rows_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(Part, "command", lambda part, *_: [sys.executable, "-c", SCRIPTS[part.system]])
     monkeypatch.setattr(layer_turns.bench, "systems", lambda: ["late", "ends", "right"])
     file = tmp_path / "report.json"
