@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.tensor_names import layer_shapes, top_shapes
 from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
+from jmx.checkpoint.shards import read_headers
 from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source
 from jmx.models.cache import bucket, write
 from jmx.models.runner import CHUNK
@@ -271,6 +273,25 @@ def test_float_experts_may_have_sizes_that_mxfp4_does_not_divide(tmp_path: Path)
     found, expected = (decode_step(its, tokens, starts, its.empty_cache(2, 16).layers)[0] for its in models)
     assert relative_error(found, expected) <= 1e-5
     assert load(short, format=jmx.MXFP4).layers[0].moe.experts.padded_to == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["gate_up_proj_bias", "down_proj_bias"], "'model.layers.0.mlp.experts' have no biases, but must have some"),
+        (["gate_up_proj_bias"], "must have a bias, or none, but ['down'] have one"),
+        (["down_proj_bias"], "must have a bias, or none, but ['gate', 'up'] have one"),
+    ],
+)
+def test_float_experts_that_lack_biases_are_refused(
+    missing: list[str], message: str, one_layer: tuple[Path, Model], tmp_path: Path
+) -> None:
+    folder, _ = one_layer
+    ends = tuple(f"experts.{name}" for name in missing)
+    tensors = {name: tensor.view() for name, tensor in read_headers(folder).items() if not name.endswith(ends)}
+    lacking = write_files(tmp_path / "it", tensors, json.loads((folder / "config.json").read_text()))
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(lacking)
 
 
 def test_a_format_for_quantized_experts_is_refused() -> None:

@@ -385,6 +385,8 @@ def _check_sizes(file: Path, config: Config) -> None:
     for name, value in dataclasses.asdict(config).items():
         if type(value) is int and value < 1 and not name.endswith("token_id"):
             raise CheckpointError(file, f"`{name}` (={value}) must be at least 1")
+    if config.rope_theta <= 1:
+        raise CheckpointError(file, f"`rope_theta` (={config.rope_theta}) must be above 1 for YaRN")
     if config.top_k > config.num_experts:
         raise CheckpointError(file, f"experts per token (={config.top_k}) must be at most {config.num_experts}, all")
     check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
