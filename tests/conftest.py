@@ -21,8 +21,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's idle threads spin,
 if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= make test` compiles as users do, for longer
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-# Tests marked `costly` in a drawn run, which more such tests do not lengthen. One takes some three seconds of CPU time.
-COSTLY = 40
+# Tests marked `costly` in a drawn run, which more such tests do not lengthen. One takes some five seconds of CPU time.
+COSTLY = 30
 
 # Set before pytest-xdist starts its workers, who inherit it.
 SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))

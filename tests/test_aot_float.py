@@ -67,6 +67,7 @@ def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, out
         assert_sound(kernel, launches[name].config, 4)
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 def test_a_training_step_of_master_weights_multiplies_by_kernels():
     """Both products in one, then `gate_up` again, `down` transposed, and the gradients of both weights."""
@@ -85,6 +86,7 @@ def test_a_training_step_of_master_weights_multiplies_by_kernels():
     assert re.findall(r'custom_call_target="(\w+)"', text) == ["mosaic_gpu_v2"] * 5
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("format", "dtype"),
@@ -111,6 +113,7 @@ def test_a_training_step_of_float_experts_multiplies_by_kernels(format, dtype, s
     assert re.findall(r'custom_call_target="(\w+)"', text) == ["mosaic_gpu_v2"] * 5
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -117,6 +117,7 @@ ROUNDED = [  # weights, inputs, tokens, hidden and intermediate size
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize(("format", "input_format", "tokens", "hidden", "intermediate"), ROUNDED)
 def test_rounded_inputs_compile_into_sound_kernels(format, input_format, tokens, hidden, intermediate, capfd):
@@ -154,6 +155,7 @@ GRADIENTS = [  # weights, tokens, gate
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize("save", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["again", "saved"])
 @pytest.mark.parametrize(("format", "tokens", "order"), GRADIENTS)
@@ -196,6 +198,7 @@ ADAPTERS = [  # weights, tokens, gate, rank
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize(("format", "tokens", "order", "rank"), ADAPTERS)
 def test_adapters_are_added_in_the_epilogue_of_a_sound_kernel(format, tokens, order, rank, capfd):

@@ -46,6 +46,7 @@ CASES = [  # weights, inputs, tokens, hidden and intermediate size
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize(("format", "input_format", "tokens", "hidden", "intermediate"), CASES)
 def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hidden, intermediate, capfd):
@@ -84,6 +85,7 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
         assert_stages_are_released_late(kernel, config, resident_rows=config.resident_rows)
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("format", "input_format", "backend"),

@@ -173,6 +173,7 @@ def test_every_candidate_compiles(device, tokens, tmp_path):
         compile_config(device, "gpt-oss-20b", tokens, config, tmp_path / str(i))
 
 
+@pytest.mark.costly
 def test_every_activation_compiles():
     def layers(gated, ungated):
         outs = [layer(a, *(gated if a.gated else ungated)) for a in ACTIVATIONS]
@@ -182,6 +183,7 @@ def test_every_activation_compiles():
     aot.compile_for("a100", layers, *arguments)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", ["forward", "views"])
 def test_memory_does_not_grow_with_experts(form):
     few, many = (abstract_step(64, num_experts, 256, "packed", form) for num_experts in (8, 128))
@@ -190,6 +192,7 @@ def test_memory_does_not_grow_with_experts(form):
     assert many - few < weights / 4
 
 
+@pytest.mark.costly
 def test_a_stack_beyond_32_bits_is_not_copied():
     """Between 2 and 4 GiB offsets of bytes would overflow; from 4 GiB on the kernel counts in 64 bits. Scales of the
     experts in use alone are copied, where those of all are between the two."""

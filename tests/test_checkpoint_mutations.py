@@ -162,6 +162,7 @@ def subjects() -> dict[str, Subject]:
 # One mutation
 
 
+@pytest.mark.costly
 def test_what_is_sound_is_read(tmp_path):
     for name, subject in subjects().items():
         assert baseline(name, tmp_path / name), name

@@ -187,6 +187,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(os, "preadv", preadv)
     timer = threading.Timer(0.1, interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in a shell's background ignores it
     gc.disable()  # Python ignores an exception in a callback of its collector, and hypothesis has one
     timer.start()
     try:
@@ -194,6 +195,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     finally:
         timer.join()
         gc.enable()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_ends_waiting(tensors, monkeypatch):

@@ -126,6 +126,7 @@ def test_names_of_gpt_oss_are_public_and_those_of_its_files():
             gpt_oss.file_name(wrong)
 
 
+@pytest.mark.costly
 def test_importing_jmx_imports_no_reader_and_no_orbax():
     code = (
         "import sys, jmx\n"

@@ -112,6 +112,7 @@ def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
     subprocess.run([EMULATOR, program], check=True, timeout=300)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif("avx512_bf16" not in KERNELS, reason="needs AVX-512 BF16: not all is emulated")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):

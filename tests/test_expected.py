@@ -40,6 +40,7 @@ def is_expected(source: Source, dtype: str) -> bool | None:
     return same == (filled.graphdef, filled.treedef, signature(filled.arrays))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format", [jmx.MXFP4, jmx.FORMATS["int4_g32"], jmx.FORMATS["fp8_channel"]])
 def test_random_weights_are_expected(format: jmx.Format, dtype: str) -> None:

@@ -52,6 +52,7 @@ def aligned_starts(sizes: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("most", [64, 144, 192])
 def test_fitted_blocks_write_each_row_once_and_have_as_many_rows_each(most, rng):
+    fitted = jax.jit(RowBlocks.fitted, static_argnums=(1, 2))  # one program for all its operations
     draws = [rng.integers(0, high, int(rng.integers(1, 9))) for high in (20, 600, 600, 9000)]
     for sizes in (
         *(np.array(its, np.int32) for its in KERNEL_SIZES.values()),
@@ -59,7 +60,7 @@ def test_fitted_blocks_write_each_row_once_and_have_as_many_rows_each(most, rng)
     ):
         starts = aligned_starts(sizes)
         num_rows = int((starts + sizes).max()) // 8 * 8 + 8
-        blocks = RowBlocks.fitted(Groups.at(jnp.asarray(starts), jnp.asarray(sizes)), num_rows, most)
+        blocks = fitted(Groups.at(jnp.asarray(starts), jnp.asarray(sizes)), num_rows, most)
         number = int(blocks.number[0])
         assert number <= len(blocks.groups)
         assert number == (-(-sizes // most)).sum()

@@ -16,6 +16,7 @@ def table(text):
     return {name: (float(normal), float(heavy)) for name, normal, heavy in ROW.findall(text)}
 
 
+@pytest.mark.costly
 def test_the_errors_are_those_of_the_docs(capsys):
     # The page's own command and seed: static scales come from a heavy tail's largest magnitude, on which
     # fresh draws do not agree.

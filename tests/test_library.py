@@ -153,6 +153,7 @@ def truncated(folder, share):
     return path
 
 
+@pytest.mark.costly
 def test_a_library_for_a_newer_jax_is_one_warning_and_xla_runs(newer):
     first, rejection = run_program(newer)
     count, chosen, message = first.split(maxsplit=2)
@@ -161,6 +162,7 @@ def test_a_library_for_a_newer_jax_is_one_warning_and_xla_runs(newer):
     assert re.search(r"newer\.so does not load: .* API version .*pip install", rejection)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not BUILT, reason="needs the library")
 def test_a_truncated_library_is_one_warning_and_xla_runs(tmp_path):
     """The dynamic linker would end the process."""
@@ -169,6 +171,7 @@ def test_a_truncated_library_is_one_warning_and_xla_runs(tmp_path):
     assert "the file is truncated" in rejection
 
 
+@pytest.mark.costly
 def test_a_missing_library_is_no_warning_and_xla_runs(tmp_path):
     first, rejection = run_program(tmp_path / "missing.so")
     assert first == "0 xla"

@@ -45,6 +45,7 @@ def test_shared_experts_are_an_mlp_for_all_tokens(
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.costly
 def test_a_correction_bias_changes_the_choice_of_float_experts_and_not_their_weights(rng: np.random.Generator) -> None:
     options: dict[str, Any] = {"gate_up_order": "concatenated", "format": "float32", "bias": False}
     experts = jmx.Experts.random(jax.random.key(0), 4, HIDDEN, INTERMEDIATE, **options)

@@ -22,6 +22,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return made
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_gathers_and_sums_of_ranks_that_are_late(num_ranks: int, program: pathlib.Path) -> None:
     """By slots, from array to array, and of rows that are needed; memory of results begins as NaN."""

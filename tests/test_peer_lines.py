@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ROOT / "jmx" / "ffi" / "peer" / "src"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_ranks_that_are_late_get_the_lines_of_their_call(num_ranks: int, tmp_path: pathlib.Path) -> None:
     """Each rank is several threads, and some are held up at random; a result of another call would be wrong."""

@@ -94,6 +94,7 @@ def test_bad_arguments_are_one_line_before_anything_runs(flags, tmp_path, monkey
     assert reported.count("\n") == 1
 
 
+@pytest.mark.costly
 def test_ours_and_the_peers_end_in_one_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(layer.__dict__, "measure", lambda *a: ({}, {}, "no card"))
     (tmp_path / "versions.json").write_text("{}")

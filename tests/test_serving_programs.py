@@ -41,6 +41,7 @@ def _two_layers() -> Any:
     return dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 def test_each_of_several_passes_is_one_cuda_graph(tmp_path: pathlib.Path) -> None:
     function, given = decode()
@@ -53,6 +54,7 @@ def test_each_of_several_passes_is_one_cuda_graph(tmp_path: pathlib.Path) -> Non
     )
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 def test_several_passes_copy_no_pages() -> None:
     few, many = (
@@ -78,6 +80,7 @@ def over_two_groups(blocks: int) -> tuple[Model, Weights, list[Any]]:
     return model, weights, [arrays, pages, last, inputs]
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 def test_groups_of_devices_move_nothing() -> None:
     """Rows and blocks of two groups, with the kernels for Hopper on each of two H200s."""
@@ -90,6 +93,7 @@ def test_groups_of_devices_move_nothing() -> None:
     assert not re.findall(r" (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(", text)
 
 
+@pytest.mark.costly
 @pytest.mark.aot
 def test_groups_of_devices_move_nothing_between_several_passes(tmp_path: pathlib.Path) -> None:
     """Each pass of the loop is one CUDA graph on each device; drawn tokens are exchanged after the last one."""

@@ -103,6 +103,7 @@ def test_kernels_of_triton_promote_nothing(format: str, monkeypatch: pytest.Monk
     assert y.dtype == jnp.bfloat16
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_promote_nothing(name: str) -> None:
     """A prompt, with its gradient where experts are floats, and a step. Nothing is computed, so sizes are published."""

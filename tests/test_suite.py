@@ -104,6 +104,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tu
     return collect
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(seed, collected):
     drawn = [(test, case) for file, test, case in collected(seed, "--drawn") if file == "test_drawn"]
@@ -121,6 +122,7 @@ def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(seed
     assert sum(file == "test_drawn" for file, *_ in collected(1)) == 6 + 2 + 2 + 1 + 3
 
 
+@pytest.mark.costly
 def test_costly_tests_are_a_third_of_a_file_and_few_in_all_and_others_in_other_runs(collected):
     runs = []
     for seed in (1, 2):

@@ -155,6 +155,7 @@ def test_models_keep_master_weights_in_orbax(rng, tmp_path):
     assert_same(found, model)
 
 
+@pytest.mark.costly
 def test_what_no_file_can_hold_is_refused_before_anything_is_written(rng, tmp_path):
     model, new = model_of(rng), tmp_path / "new"
 

@@ -14,7 +14,7 @@ from jmx import meshes
 from jmx.activations import Activation
 from jmx.experts import conversion, creation, padding
 from jmx.experts.creation import ORDERS, check_sizes
-from jmx.experts.stacking import check_alike, check_one_layer, check_stackable, layer_index
+from jmx.experts.stacking import check_alike, check_fields, check_stackable, layer_index
 from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -231,7 +231,7 @@ class Experts:
 
     def check(self, *, bias: bool, **fields: Any) -> None:
         """Raises ValueError, naming the argument, unless these are of one layer and have such `fields`."""
-        check_one_layer(self, check_bool("bias", bias), fields)
+        check_fields(self, check_bool("bias", bias), fields)
 
     def check_activation(self, activation: Activation) -> None:
         """Raises ValueError unless `activation` is gated exactly if these experts are, and has parameters of as many if

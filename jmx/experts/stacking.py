@@ -45,10 +45,15 @@ def check_arrays_alike(
             raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]}{purpose}")
 
 
-def check_one_layer(experts: Any, bias: bool, fields: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `Experts` are of one layer and have such `fields`; see `Experts.check`."""
+def check_one_layer(experts: Any) -> None:
+    """Raises ValueError unless `Experts` are of one layer."""
     if experts.index is not None or len(experts.canonical_shape()) != 3:
         raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")
+
+
+def check_fields(experts: Any, bias: bool, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError unless `Experts` are of one layer and have such `fields`; see `Experts.check`."""
+    check_one_layer(experts)
     for name, value in fields.items():
         if (its := getattr(experts, name)) != value:
             given, its = (getattr(format, "name", format) for format in (value, its))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.experts import ROLES, Experts
+from jmx.experts.stacking import check_one_layer
 from jmx.lora.adapters import Adapters
 from jmx.lora.forms import fused
 from jmx.numerics import formats
@@ -90,8 +91,7 @@ def requantize(experts: Experts, adapters: Adapters, *, format: Format | str | N
 
 def _check(experts: Experts, adapters: Adapters) -> None:
     check_instance("experts", experts, Experts, "jmx.Experts")
-    if len(experts.canonical_shape()) != 3 or experts.index is not None:
-        raise ValueError(f"`experts` (of shape {experts.canonical_shape()}) must be of one layer, not of a stack")
+    check_one_layer(experts)
     check_instance("adapters", adapters, Adapters, "a jmx.lora.Adapters")
     adapters.check(experts)
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmx.experts import Experts, ShardedExperts
+from jmx.experts.stacking import check_one_layer
 from jmx.parallel.placement import Placement, check_placement
 from jmx.util import pytrees
 from jmx.util.checks import check_instance
@@ -45,6 +46,7 @@ class PlacedExperts:
         Raises:
             ValueError, TypeError: a stack of layers, another number of experts, or arrays that are split.
         """
+        check_instance("experts", experts, Experts, "a jmx.Experts")
         check_one_layer(experts)
         check_placement("placement", placement, layers=())
         if experts.num_experts != placement.num_experts:
@@ -100,6 +102,7 @@ class PlacedExperts:
     def check(self) -> None:
         """Raises ValueError or TypeError unless there are as many experts, of one layer, as the placement has slots."""
         if not isinstance(self.experts, ShardedExperts):
+            check_instance("experts", self.experts, Experts, "a jmx.Experts")
             check_one_layer(self.experts)
         check_placement("placement", self.placement, layers=())
         num_slots = self.experts.num_experts
@@ -153,9 +156,3 @@ def by_slot(experts: Experts | ShardedExperts) -> dict[str, Shaped[Any, "..."]]:
 def slot_axis(experts: Experts | ShardedExperts, name: str) -> int:
     """The axis of experts, or slots, of an array: that of shards is in front of it."""
     return int(isinstance(experts, ShardedExperts) and name != "down_bias")
-
-
-def check_one_layer(experts: Any) -> None:
-    check_instance("experts", experts, Experts, "a jmx.Experts")
-    if experts.index is not None or len(experts.canonical_shape()) != 3:
-        raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")

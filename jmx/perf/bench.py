@@ -334,7 +334,7 @@ def _measure_row(
 def judge(row: Row, problem: Problem, limits: Limits) -> Row:
     """The row with all that follows from its measurements: floor, ratio to it, rates, and whether the result is wrong.
 
-    `limits`: the dense rate is that of the problem's own elements; see `explain.times_bfloat16`.
+    `limits`: the dense rate is that of the problem's own elements; see `costs.times_bfloat16`.
     """
     if row.active is None:
         return row

@@ -28,7 +28,7 @@ from jmx.layer import moe, moe_of_some
 from jmx.numerics import formats
 from jmx.parallel import Split, over_mesh
 from jmx.perf.shapes import Shape, draw_logits
-from jmx.routing import Logits, Routing, route
+from jmx.routing import Logits, route
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Some
 from jmx.util.typing import Array, Float
@@ -163,8 +163,8 @@ def run_experts(
             call = partial(moe_of_some, activation=shape.activation, input_format=shape.input_format)
             routing, some = Logits(its, shape.method), Some(over_mesh.num_routed(split, experts), first)
             if len(parts) > 1:  # as in the divided layer, they are routed once
-                ids, weights = route(routing)
-                routing, some = Routing(ids - first, weights), some._replace(first=None)
+                chosen = route(routing)
+                routing, some = chosen._replace(expert_ids=chosen.expert_ids - first), some._replace(first=None)
             x = x + STEP * sum(call(x, routing, part, some) for part in parts)
         return x[None]
 

@@ -38,7 +38,7 @@ class Row:
         tflop_s: flops of the two products over `us`; TFLOP/s.
         active: experts that the tokens were routed to, mean over the layers.
         floor_us: max(bytes of active experts / copy rate, flops / dense rate), the dense rate times
-            `explain.times_bfloat16` of the row's formats.
+            `costs.times_bfloat16` of the row's formats.
         over_floor: us / floor_us.
         rel_err: ||y - ref|| / ||ref|| of the first layer against float32, over up to 64 of the tokens.
         temporary_bytes: device memory of the call beside its arguments and results, or None if not known.

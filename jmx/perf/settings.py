@@ -11,7 +11,7 @@ from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.perf.roofline import Report
 from jmx.perf.shapes import MODELS, ROUTINGS, Shape, split_formats
-from jmx.util.checks import check_one_of
+from jmx.util.checks import check_int, check_one_of
 
 SEED_BITS = 32  # jax.random.key silently drops higher ones, unless jax computes in 64 bits
 
@@ -33,7 +33,7 @@ class Settings:
         so_far: called with the rows measured so far, as soon as there are more.
 
     Raises:
-        ValueError: an unknown name, a number below 1, or a seed out of range.
+        ValueError, TypeError: an unknown name, a number that is not an integer of at least 1, or a seed out of range.
     """
 
     model: str
@@ -55,8 +55,8 @@ class Settings:
             raise ValueError("`tokens` must name at least one token count")
         counts = [("tokens", count) for count in self.tokens]
         for name, value in [("layers", self.layers), ("repeats", self.repeats), *counts]:
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` (={value}) must be at least 1")
+            if value is not None:
+                check_int(name, value, least=1)
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(SEED_BITS))
         elif not 0 <= self.seed < 1 << SEED_BITS:

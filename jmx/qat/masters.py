@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.experts import ORDERS, Experts, check_sizes, creation
+from jmx.experts.stacking import check_one_layer
 from jmx.numerics import formats, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.qat.rounding import check_gradients, check_master
@@ -53,8 +54,7 @@ class QAT:
                 that nothing rounds to.
         """
         check_instance("experts", experts, Experts, "jmx.Experts")
-        if experts.index is not None or len(experts.canonical_shape()) != 3:
-            raise ValueError(f"`experts` (of shape {experts.canonical_shape()}) must be of one layer, not of a stack")
+        check_one_layer(experts)
         if experts.padded_to is not None:
             raise ValueError(f"`experts` (with padded_to={experts.padded_to}) must have no padding: see `unpad`")
         if experts.input_format is not None:

@@ -8,6 +8,7 @@ import difflib
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def check_finite(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"`{name}` (={number}) must be finite")
     return number
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float holds: neither true or false, nor an int beyond all floats."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def check_bool(name: str, value: Any) -> bool:

@@ -1,13 +1,13 @@
 """config.json of a decoder in the Hugging Face form, read key by key, with the defaults of its family."""
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError, read_json
+from jmx.util.checks import is_finite_number
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -69,7 +69,7 @@ class DecoderEntries(ConfigObject):
             return given[0]
 
         def fits(value: Any) -> bool:
-            return type(value) in (int, float) and 0 < value <= sys.float_info.max  # float() raises above it
+            return is_finite_number(value) and value > 0
 
         return float(self.check(key, fits, "must be a positive number"))
 

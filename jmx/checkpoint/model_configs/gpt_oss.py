@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from jmx.checkpoint.model_configs.common_keys import check_heads
 from jmx.checkpoint.model_configs.yarn import Yarn
 from jmx.checkpoint.shards import CheckpointError, read_json
 from jmx.numerics.formats import MXFP4
-from jmx.util.checks import check_instance, check_path, check_str
+from jmx.util.checks import check_instance, check_path, check_str, is_finite_number
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -330,7 +329,7 @@ def _check_kind(file: Path, key: str, kind: str, value: Any) -> Any:
     elif isinstance(value, bool) or not isinstance(value, int | float):
         fits = False
     elif kind == "float":
-        fits = 0 < value <= sys.float_info.max  # float() raises above it
+        fits = is_finite_number(value) and value > 0
         value = float(value) if fits else value
     else:
         fits = isinstance(value, int) and value >= 0

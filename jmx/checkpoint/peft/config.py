@@ -1,13 +1,14 @@
 """`adapter_config.json`: what is adapted, ranks and scales; features of PEFT that jmx does not have are errors."""
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jmx.checkpoint.patterns import compiled
 from jmx.checkpoint.shards import CheckpointError, read_object
+from jmx.util.checks import is_finite_number
 
 # Entries that change nothing about results, or only how adapters were trained and initialized.
 _HARMLESS = {
@@ -18,6 +19,7 @@ _HARMLESS = {
 }
 _TARGETS = ("target_modules", "target_parameters", "exclude_modules")
 _READ = {"peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "layers_to_transform"}
+_END = r"(.*\.)?({})$"  # what PEFT matches with names, a pattern of theirs in it
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Config:
             if type(value) is not int or value < 1:
                 raise CheckpointError(file, f"`{key}` (={value!r}) must be an integer of at least 1")
         for key, value in _numbers(file, entries, "lora_alpha", "alpha_pattern").items():
-            if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # float() raises above it
+            if not is_finite_number(value):
                 raise CheckpointError(file, f"`{key}` (={value!r}) must be a finite number")
         return cls(
             file,
@@ -103,7 +105,7 @@ class Config:
 
 def _of[Value](name: str, patterns: Mapping[str, Value], otherwise: Value) -> Value:
     """The value of the first pattern that is the end of a name."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+    return next((value for key, value in patterns.items() if compiled(key, _END).match(name)), otherwise)
 
 
 def _named(name: str, names: list[str] | str) -> bool:
@@ -119,7 +121,7 @@ def _numbers(file: Path, entries: Mapping[str, Any], key: str, pattern: str) -> 
     if not isinstance(patterns, dict):
         raise CheckpointError(file, f"`{pattern}` (={patterns!r}) must be an object")
     for each in patterns:
-        _check_expression(file, pattern, each)
+        _check_expression(file, pattern, each, _END)
     return {key: entries.get(key)} | {f"{pattern}.{its}": value for its, value in patterns.items()}
 
 
@@ -133,11 +135,11 @@ def _names(file: Path, key: str, value: Any) -> list[str] | str:
     return names
 
 
-def _check_expression(file: Path, key: str, expression: str) -> None:
+def _check_expression(file: Path, key: str, expression: str, within: str = "{}") -> None:
     try:
-        re.compile(expression)
-    except re.error as error:
-        raise CheckpointError(file, f"`{key}` (={expression!r}) must be a regular expression: {error}") from error
+        compiled(expression, within)
+    except ValueError as error:
+        raise CheckpointError(file, f"`{key}`: {error}") from error
 
 
 def _layers(file: Path, value: Any) -> list[int] | None:
