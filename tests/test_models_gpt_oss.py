@@ -32,7 +32,7 @@ from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.tensor_names import layer_shapes, top_shapes
 from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.checkpoint.shards import read_headers
-from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source
+from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source, restore, save
 from jmx.models.cache import bucket, write
 from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
@@ -272,7 +272,13 @@ def test_float_experts_may_have_sizes_that_mxfp4_does_not_divide(tmp_path: Path)
     assert [its.layers[0].moe.experts.intermediate_size for its in models] == [channels, config["intermediate_size"]]
     found, expected = (decode_step(its, tokens, starts, its.empty_cache(2, 16).layers)[0] for its in models)
     assert relative_error(found, expected) <= 1e-5
-    assert load(short, format=jmx.MXFP4).layers[0].moe.experts.padded_to == (64, 64)
+    for format, padded_to in (("mxfp4", (64, 64)), ("fp8_channel", None)):
+        saved = load(short, format=format, dtype=jnp.float32)
+        assert saved.layers[0].moe.experts.padded_to == padded_to
+        save(tmp_path / format, saved)
+        restored = restore(tmp_path / format, saved.config, format=format, dtype=jnp.float32)
+        pairs = zip(*(nnx.to_flat_state(nnx.state(its)) for its in (saved, restored)), strict=True)
+        assert all(path == other and jnp.array_equal(one[...], two[...]) for (path, one), (other, two) in pairs)
 
 
 @pytest.mark.parametrize(
