@@ -34,7 +34,7 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = ("flash_decode", "jmx_one_token_attention")  # beginnings of names: each layer has one such kernel
+ONCE_A_LAYER = ("flash_decode", "jmx_one_token_attention", "jmx_few_tokens_attention")  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.
@@ -58,6 +58,10 @@ BEGINNINGS = {
     "jmx_one_token_attention": 2,
     "jmx_one_token_out": 3,
     "jmx_one_token_router": 4,
+    "jmx_few_tokens_heads": 1,
+    "jmx_few_tokens_attention": 2,
+    "jmx_few_tokens_out": 3,
+    "jmx_few_tokens_router": 4,
 }
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2

@@ -214,7 +214,10 @@ inline void Copy(void* to, const void* from, u32 bytes, u64* at) {
   Arrive(at);
   emulated::copying.push_back({to, from, bytes, at});
 }
-inline void Sync() { emulated::Meet(emulated::ThisCta().products, kThreads); }
+template <int kNumber = kThreads>
+void Sync() {
+  emulated::Meet(emulated::ThisCta().products, kNumber);
+}
 inline void BeginNext() {}
 inline void AwaitLast() {}
 inline void SyncCluster() { emulated::Meet(emulated::of_cluster, emulated::ctas.size() * emulated::num_threads); }
