@@ -1,4 +1,4 @@
-"""A decoder's layer of one token between two sums of experts: by four kernels that overlap on a Hopper GPU.
+"""A decoder's layer of one to eight tokens between two sums of experts: by four kernels that overlap on a Hopper GPU.
 
 Norm, queries, keys and values, their rotation, the cache, attention, the product of the result, the residual, norm and
 router. Derivatives are those of the definition, in plain jnp.

@@ -1,4 +1,4 @@
-"""A layer of one token up to its router by four overlapping kernels, for modules of `jmx.models`, where possible."""
+"""A layer of few tokens up to its router by four overlapping kernels, for modules of `jmx.models`, where possible."""
 
 from typing import Any, NamedTuple
 
