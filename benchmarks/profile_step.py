@@ -34,7 +34,11 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = ("flash_decode", "jmx_one_token_attention", "jmx_few_tokens_attention")  # beginnings of names: each layer has one such kernel
+ONCE_A_LAYER = (
+    "flash_decode",
+    "jmx_one_token_attention",
+    "jmx_few_tokens_attention",
+)  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.

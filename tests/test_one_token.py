@@ -51,7 +51,9 @@ def operands(
     of_page = capacity if page is None else page
     pages = tokens if page is None else tokens * number + 2
     cache = rng.standard_normal((2, pages, kv_heads, of_page, dim))
-    tables = None if page is None else rng.permutation(pages)[: tokens * number].reshape(tokens, number).astype(np.int32)
+    tables = (
+        None if page is None else rng.permutation(pages)[: tokens * number].reshape(tokens, number).astype(np.int32)
+    )
     # What is after the position, and at it, was never written.
     at = np.arange(capacity)
     for token, position in enumerate(positions):

@@ -177,7 +177,7 @@ def _attend(
     query: Shaped[Array, "T heads D"],
     cache: Shaped[Array, "2 pages kv_heads C D"],
     given: Operands,
-    position: Shaped[Array, "T"],
+    position: Array,
     window: int | None,
 ) -> Shaped[Array, "T heads D"]:
     """Softmax of the scores, with the sink, times the values, in float32."""

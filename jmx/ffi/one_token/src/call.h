@@ -103,9 +103,9 @@ inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   if (call.tokens > 1) {
     const int out_ctas = (call.hidden + kFewOutRows - 1) / kFewOutRows;
     const int router_ctas = (call.experts + kFewRouterRows - 1) / kFewRouterRows;
-    launches[0] = {ctas > fewest ? ctas : fewest, kFewThreads + 32, kBeforeFewRing + ring_bytes, 1};
+    launches[0] = {ctas > fewest ? ctas : fewest, kFewThreads + 32, int(kBeforeFewRing) + ring_bytes, 1};
     launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
-    launches[2] = {out_ctas, kFewThreads + 32, kBeforeFewRows + kFewOutRows * columns * 2, 1};
+    launches[2] = {out_ctas, kFewThreads + 32, int(kBeforeFewRows) + kFewOutRows * columns * 2, 1};
     launches[3] = {router_ctas, kFewThreads, sizeof(FewShared<kFewRouterRows>), 1};
     return;
   }
