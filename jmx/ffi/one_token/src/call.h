@@ -19,10 +19,10 @@ constexpr int kMostGroup = 8;  // queries that share a key: as many columns as t
 constexpr int kMostTokens = 8;
 constexpr int kFewThreads = 256, kFewWarps = kFewThreads / 32, kPair = 64;
 constexpr int kMostPairs = kMostColumns / kPair / kFewWarps;  // of a warp
-constexpr int kFewOutRows = 12, kFewRouterRows = kGroupRows;
+constexpr int kFewSlots = 6, kFewHeadsCtas = 1, kFewOutRows = 12, kFewOutAhead = 2, kFewRouterRows = kGroupRows;
 constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
-constexpr int kAttentionCtas = 264;  // at most, of several tokens with splits: two an SM
+constexpr int kAttentionCtas = 132;  // at most, of several tokens with splits: one an SM
 constexpr int kSplitKeys = 16 * kAttentionWarps;  // with which the warps of a CTA have a block each
 
 // Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
@@ -98,12 +98,13 @@ constexpr const char* kKernels[2][kNumKernels] = {
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
   const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most, ctas = kHeadsCtas * call.processors;
-  const int ring_bytes = kSlots * kGroupRows * call.hidden * 2, heads_bytes = kBeforeRing + ring_bytes;
+  const int slot_bytes = kGroupRows * call.hidden * 2, heads_bytes = kBeforeRing + kSlots * slot_bytes;
   const int attention_ctas = call.tokens * call.kv_heads * call.splits;
   if (call.tokens > 1) {
     const int out_ctas = (call.hidden + kFewOutRows - 1) / kFewOutRows;
     const int router_ctas = (call.experts + kFewRouterRows - 1) / kFewRouterRows;
-    launches[0] = {ctas > fewest ? ctas : fewest, kFewThreads + 32, int(kBeforeFewRing) + ring_bytes, 1};
+    const int few_ctas = kFewHeadsCtas * call.processors, few_bytes = kBeforeFewRing + kFewSlots * slot_bytes;
+    launches[0] = {few_ctas > fewest ? few_ctas : fewest, kFewThreads + 32, few_bytes, 1};
     launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
     launches[2] = {out_ctas, kFewThreads + 32, int(kBeforeFewRows) + kFewOutRows * columns * 2, 1};
     launches[3] = {router_ctas, kFewThreads, sizeof(FewShared<kFewRouterRows>), 1};

@@ -15,17 +15,21 @@ struct Tokens {
   __device__ static int TokenOf() { return threadIdx.x % 32 / 4; }
   __device__ static int VectorOf(int i, int half) { return PairOf(i) * (kPair / kVector) + half * 4 + threadIdx.x % 4; }
 
-  // Zeros after the last column, and for tokens that there are not.
+  // Zeros after the last column, and for tokens that there are not. Loads have no conditions, so that all are on their way
+  // at once.
   __device__ __forceinline__ void Load(const Bf16* from, int tokens, int columns) {
 #pragma unroll
     for (int i = 0; i < kMostPairs; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = VectorOf(i, half) * kVector;
-        of[i][half] = {0, 0, 0, 0};
-        if (TokenOf() < tokens && at < columns)
-          of[i][half] = LoadEarly((const void*)(from + (long long)TokenOf() * columns + at));
+        const int token = min(TokenOf(), tokens - 1), at = min(VectorOf(i, half) * kVector, columns - kVector);
+        of[i][half] = LoadEarly((const void*)(from + token * columns + at));
       }
+#pragma unroll
+    for (int i = 0; i < kMostPairs; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (TokenOf() >= tokens || VectorOf(i, half) * kVector >= columns) of[i][half] = {0, 0, 0, 0};
   }
 
   // norm(x), whose scale is in shared memory, and which nobody else reads after it.
@@ -122,15 +126,15 @@ __device__ __forceinline__ float SumOfWarps(const Shared& shared, int token, int
   return sum;
 }
 
-class FewRing : public Slots<kFewWarps, kBeforeFewRing> {
+class FewRing : public Slots<kFewWarps, kFewSlots, kBeforeFewRing> {
  public:
   using Slots::Slots;
 
   // Leaves the sums of all warps in shared memory.
   __device__ __forceinline__ void Multiply(FewShared<kMostRows>& shared, const Tokens& x) const {
     for (int n = 0; n < groups_; ++n) {
-      const int slot = n % kSlots;
-      Wait(Full(slot), n / kSlots % 2);
+      const int slot = n % kFewSlots;
+      Wait(Full(slot), n / kFewSlots % 2);
       Products products;
       products.AddRows(Slot(slot), columns_, x);
       __syncwarp();

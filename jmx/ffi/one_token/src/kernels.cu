@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads)
 
 // The same for several tokens.
 
-extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)
+extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, jmx::kFewHeadsCtas)
     jmx_few_tokens_heads(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)
   if (threadIdx.x >= kFewThreads) {
     if (threadIdx.x > kFewThreads) return;
     for (int row = 0; row < count; ++row) {
-      if (row >= kOutAhead) Wait(&shared.barriers[row - kOutAhead], 0);
+      if (row >= kFewOutAhead) Wait(&shared.barriers[row - kFewOutAhead], 0);
       Copy(rows + row * columns * 2, call.out_weights + (long long)(first + row) * columns, columns * 2,
            &shared.barriers[row]);
     }
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)
   if (finishes) call.x_out[at] = Narrow(before + Wide(Narrow(SumOfWarps(shared, token, row) + bias)));
 }
 
-extern "C" __global__ void __launch_bounds__(jmx::kFewThreads)
+extern "C" __global__ void __launch_bounds__(jmx::kFewThreads, 2)
     jmx_few_tokens_router(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   auto& shared = *reinterpret_cast<FewShared<kFewRouterRows>*>(SharedMemory());
