@@ -68,6 +68,7 @@ struct Tokens {
         of[i][half].y = Pack(its[2] * a.z * rate, its[3] * a.w * rate);
         of[i][half].z = Pack(its[4] * b.x * rate, its[5] * b.y * rate);
         of[i][half].w = Pack(its[6] * b.z * rate, its[7] * b.w * rate);
+        asm volatile("" ::: "memory");  // else all of the scale is loaded at once, for which there are no registers
       }
     Sync<kFewThreads>();
   }
