@@ -62,13 +62,15 @@ struct Tokens {
         if (at >= columns) continue;
         const float4 a = *reinterpret_cast<const float4*>(shared.scale + at);
         const float4 b = *reinterpret_cast<const float4*>(shared.scale + at + 4);
+        uint4& v = of[i][half];
+        // Else what was unpacked before would be kept, twice as many registers.
+        asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
         float its[kVector];
-        Unpack(of[i][half], its);
+        Unpack(v, its);
         of[i][half].x = Pack(its[0] * a.x * rate, its[1] * a.y * rate);
         of[i][half].y = Pack(its[2] * a.z * rate, its[3] * a.w * rate);
         of[i][half].z = Pack(its[4] * b.x * rate, its[5] * b.y * rate);
         of[i][half].w = Pack(its[6] * b.z * rate, its[7] * b.w * rate);
-        asm volatile("" ::: "memory");  // else all of the scale is loaded at once, for which there are no registers
       }
     Sync<kFewThreads>();
   }
