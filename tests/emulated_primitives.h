@@ -21,6 +21,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 using std::max;
 using std::min;

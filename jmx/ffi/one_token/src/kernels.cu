@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads)
 
 // The same for several tokens.
 
-extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, jmx::kFewHeadsCtas)
+extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)  // for its registers
     jmx_few_tokens_heads(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
@@ -179,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, jmx::kFewHea
       call.heads[token * rows + ring.Row() + row] = Narrow(SumOfWarps(shared, token, row) + bias);
 }
 
-extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 2)
+// An SM has registers for one of its CTAs beside one of the first product: 3 warps of 96 and 2 of 112 for each scheduler.
+extern "C" __global__ void __maxnreg__(112)
     jmx_few_tokens_attention(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
