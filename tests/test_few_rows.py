@@ -414,6 +414,7 @@ def test_a_step_compiles_for_an_h200_to_few_kernels(tmp_path, rows):
 @pytest.mark.parametrize("tokens", [layers.ROUNDED_TOKENS - 1, layers.ROUNDED_TOKENS])
 def test_rounded_products_are_those_in_float32_but_for_rounding(rng, tokens):
     linear = layers.Linear(64, 48, bias=True, dtype=BF16, rngs=nnx.Rngs(0))
+    assert linear.bias is not None
     linear.bias[...] = draw(rng, 48)
     x, residual = draw(rng, 1, tokens, 64), draw(rng, 1, tokens, 48)
     expected = linear(x)
