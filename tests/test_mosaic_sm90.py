@@ -233,6 +233,8 @@ AROUND = [
     Case(tokens=7, activation=ReLU2(), order=None),
     Case(tokens=7, activation=ReLU(), order=None),
     Case(tokens=5, hidden=128, format="nvfp4"),
+    Case(tokens=40, hidden=96, intermediate=160, format="mxfp8", ids="anywhere"),
+    Case(tokens=9, format="mxfp8", input_format="mxfp8", order="concatenated", weights_on="input", dtype="float16"),
     Case(tokens=5, hidden=256, intermediate=128, format="int4_g128_order"),
     Case(tokens=40, hidden=128, intermediate=192, format="int8_g64_asym_order", ids="anywhere", weights_on="input"),
     Case(tokens=40, hidden=64, intermediate=192, format="int4_g64_order", order="concatenated"),
