@@ -59,11 +59,8 @@ class WorkItem(NamedTuple):
     bias: Words | None
 
 
-def consume(gemm: Gemm, following: Gemm | None) -> None:
-    """Computes all of the CTA's work items, after quantizing its share of the rows if that is part of the launch.
-
-    `following`: the GEMM that reads the results, if there is one.
-    """
+def consume(gemm: Gemm) -> None:
+    """Computes all of the CTA's work items, after quantizing its share of the rows if that is part of the launch."""
     first = _prologue(gemm, jnp.int32(0))  # its loads are in flight during all that follows
     if gemm.unquantized is not None:
         if not gemm.config.resident_rows:
@@ -75,8 +72,7 @@ def consume(gemm: Gemm, following: Gemm | None) -> None:
             pl.when(gemm.share.num_items > 0)(lambda: _quantize_resident_rows(gemm, first))
         if gemm.index == 0:
             plgpu.barrier_arrive(gemm.shared.quantized_barrier)
-    early = following if gemm.unquantized is not None and not gemm.config.resident_rows else None
-    lax.fori_loop(0, gemm.share.num_items, partial(_compute, gemm, early), first)
+    lax.fori_loop(0, gemm.share.num_items, partial(_compute, gemm), first)
     plgpu.wait_smem_to_gmem(0)
     if gemm.unquantized is not None:
         fused_quantize.signal_results(gemm)
@@ -108,15 +104,8 @@ def _quantize_resident_rows(gemm: Gemm, item: WorkItem) -> None:
     fused_quantize.quantize_resident_rows(gemm, item.x_row, item.num_rows, item.part)
 
 
-def _compute(gemm: Gemm, early: Gemm | None, turn: Scalar, item: WorkItem) -> WorkItem:
-    """Computes a work item; returns the next one, whose prologue has been issued.
-
-    `early`: the GEMM whose early rows are quantized before the last items of this one, or None.
-    """
-    if early is not None:
-        fused_quantize.quantize_early(gemm, early, turn)
-    if gemm.unquantized is not None and not gemm.config.resident_rows:
-        fused_quantize.wait_if_late(gemm, turn, warpgroup=True)
+def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
+    """Computes a work item; returns the next one, whose prologue has been issued."""
     following = _prologue(gemm, turn + 1)
     if gemm.config.resident_rows and gemm.product.inputs_are_results:
         _quantize_resident_rows(gemm, item)

@@ -106,7 +106,6 @@ def grouped_products(
                 counters=counters,
                 index=index,
                 last=index + 1 == len(products),
-                before=gemms[-1] if gemms and fused else None,
                 cta=cta,
                 warpgroup=warpgroup,
                 config=config,
@@ -122,7 +121,7 @@ def grouped_products(
 
         def consume_all() -> None:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(shared.turn_barriers.at[0]))
-            each(lambda gemm: consume(gemm, None if gemm.last else gemms[gemm.index + 1]))
+            each(consume)
 
         specialize(warpgroup, config, consume_all, lambda: each(copy_weights), lambda: each(copy_rows))
 
