@@ -5,8 +5,8 @@ gathers the rows first. Products take bfloat16 and accumulate in float32; float1
 which has a larger range.
 
 Inputs in a format are rounded to it by a kernel (`round_rows`) and multiplied as bfloat16, which holds them
-(`rounded_inputs`). Of few rows h is rounded within the same kernel (`fused_rounding`); of many each GEMM is a kernel of
-its own, with that rounding between them.
+(`rounded_inputs`). Of few rows h is rounded within the same kernel (`rounded_tiles`, `fused_rounding`); of many each
+GEMM is a kernel of its own, with that rounding between them.
 """
 
 import dataclasses
