@@ -5,8 +5,8 @@ gathers the rows first. Products take bfloat16 and accumulate in float32; float1
 which has a larger range.
 
 Inputs in a format are rounded to it by a kernel (`round_rows`) and multiplied as bfloat16, which holds them
-(`rounded_inputs`). Of few rows h is rounded within the same kernel (`fused_rounding`); of many each GEMM is a kernel of
-its own, with that rounding between them.
+(`rounded_inputs`). Of few rows h is rounded within the same kernel (`rounded_tiles`, `fused_rounding`); of many each
+GEMM is a kernel of its own, with that rounding between them.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, h
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
 from jmx.pallas.mosaic_sm90.rows import ALIGNMENT, ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
-from jmx.pallas.sm90.config import FEW_TOKENS
+from jmx.pallas.sm90.config import FEW_TOKENS, SHARED_MEMORY
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
@@ -274,7 +274,7 @@ def _rounded_products(
 ) -> Float[Array, "parts_rows N"]:
     """Both products, h rounded in between: in the same launch where rows are few, else by a kernel between two."""
     # Importing Pallas takes a second.
-    from jmx.pallas.mosaic_sm90 import fused_rounding
+    from jmx.pallas.mosaic_sm90 import fused_rounding, rounded_tiles
     from jmx.pallas.mosaic_sm90.kernel import expert_products, one_product
 
     first, second = products
@@ -282,8 +282,13 @@ def _rounded_products(
     few = fused_rounding.pays(num_rows, config.num_warpgroups, launched["num_cores"])
     if few and num_rows and columns % ALIGNMENT == 0:
         assert problem.input_format is not None
+        format, maxima = INPUT_FORMATS[problem.input_format], 4 * rounded_tiles.words(config.block_n)
+        fits = config.shared_memory(_tile_bytes(problem)) + config.num_warpgroups * maxima <= SHARED_MEMORY
         rounding = fused_rounding.Rounding(
-            format=INPUT_FORMATS[problem.input_format], static_scale=experts.input_scale("down"), columns=columns
+            format=format,
+            static_scale=experts.input_scale("down"),
+            columns=columns,
+            by_tile=fits and rounded_tiles.has_blocks_of_tiles(format, columns),
         )
         second = dataclasses.replace(second, row_scales=rounding.given_scales(num_rows))
         return expert_products(padded(rows), first, second, blocks, rounding=rounding, **launched)
