@@ -16,8 +16,9 @@ from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
+from jmx.engines.grouped import Terms
 from jmx.experts import Experts, ShardedExperts, padding
-from jmx.guard import check_not_divided
+from jmx.guard import check_not_divided, guarded
 from jmx.lora import Adapters
 from jmx.lora.products import AddedBy
 from jmx.pallas.routing import call as routing_kernel
@@ -30,7 +31,7 @@ from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, route
 from jmx.routing.leading import Tokens, check_routing, flat_logits, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
-from jmx.selection.backend import ProductBackend, SkipsPadding
+from jmx.selection.backend import GivesTerms, ProductBackend, SkipsPadding
 from jmx.selection.environment import Environment
 from jmx.selection.problem import (
     Problem,
@@ -121,19 +122,25 @@ def moe_of_some(
     some: Some,
     *,
     adapters: Adapters | None = None,
+    combine: bool = True,
     **settings: Any,
-) -> Float[Array, "T H"]:
+) -> Float[Array, "T H"] | Terms:
     """`moe` of some of the experts among which tokens are routed; what others would add to a token is left out.
 
-    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts.
+    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts. Without
+    `combine` a token's rows are not summed if the backend can leave that out; such a call has no derivative.
     """
-    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some)
+    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some, combine)
 
 
 def _undivided(
-    tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None
-) -> Float[Array, "*tokens H"]:
-    """`moe` of experts that no mesh divides. `some`: which; None: all."""
+    tokens: Tokens,
+    weights: over_mesh.Weights,
+    settings: "_Settings",
+    some: Some | None = None,
+    combine: bool = True,
+) -> Any:
+    """`moe` of experts that no mesh divides, or its `Terms`, see `moe_of_some`. `some`: which experts; None: all."""
     (x, routing, mask), (experts, adapters) = tokens, weights
     activation, weights_on, input_format, backend, save_gate_up = settings
     beside: Beside = adapters
@@ -152,11 +159,11 @@ def _undivided(
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
     problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted, num_routed)
-    static = _Static(problem, environment, backend, save_gate_up)
+    static = _Static(problem, environment, backend, save_gate_up, combine)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
         return _on_one_device(tokens, (experts, beside), static, None if num_routed is None else some)
-    return _on_devices(tokens.for_jit(), (experts, beside), static, of_tokens)
+    return _on_devices(tokens.for_jit(), (experts, beside), static._replace(combine=True), of_tokens)
 
 
 def batched_moe(
@@ -295,8 +302,9 @@ def _of_this_device(
         routing = flat_routing(routing, x.shape[:-1], mask)
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
 
-    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any) -> Float[Array, "T H"]:
-        return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **settings._asdict())
+    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any, combine: bool = True) -> Any:
+        some = Some(num_routed, first)
+        return moe_of_some(x, routing, experts, some, adapters=adapters, combine=combine, **settings._asdict())
 
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
@@ -316,25 +324,26 @@ def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: A
 
 
 class _Static(NamedTuple):
-    """Static arguments of a call; `backend`: the one that must run, or None; `save_gate_up`: as of `moe`."""
+    """Static arguments of a call; `backend`: the one that must run, or None; `save_gate_up`: as of `moe`; `combine`: as
+    of `moe_of_some`."""
 
     problem: Problem
     environment: Environment
     backend: str | None
     save_gate_up: bool
+    combine: bool = True
 
 
-def _on_one_device(
-    tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None
-) -> Float[Array, "*tokens H"]:
-    """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
+def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None) -> Any:
+    """`moe` of checked arguments, none of which an Explicit mesh axis splits; or its `Terms`, see `moe_of_some`."""
     experts, beside = weights
     check_not_divided(experts.arrays())
     x, routing, mask = tokens
     flat = x.reshape(-1, x.shape[-1])
     first = None if some is None else some.first
     routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static, first=first))
-    return _run(flat, routing, experts, beside, static).reshape(x.shape)
+    terms = None if static.combine or beside is not None else _terms(flat, routing, experts, static)
+    return _run(flat, routing, experts, beside, static).reshape(x.shape) if terms is None else terms
 
 
 def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Static, first: Any) -> Routing:
@@ -421,6 +430,25 @@ def _run(
 
     layer = autodiff.differentiable(run, backward, saving if static.save_gate_up else None)
     return layer(*meshes.varying_alike(x, routing, experts, beside))
+
+
+def _terms(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _Static) -> Terms | None:
+    """Results that are not summed over a token's slots; None where the backend sums them, or cuts padding off."""
+    problem = with_tokens(static.problem, x.shape[0])
+    chosen = select(problem, static.environment, static.backend, registered_backends()).backend
+    if (
+        not isinstance(chosen, GivesTerms)
+        or experts.padded_to is not None
+        or experts.format.is_float
+        or not problem.top_k
+    ):
+        return None
+
+    def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Terms:
+        return chosen.terms(problem, x, routing, experts.prepare(problem.layout), static.environment)
+
+    experts = experts.with_arrays(guarded(experts.arrays()))
+    return meshes.unchecked(run)(*meshes.varying_alike(x, routing, experts))
 
 
 def _by_products(

@@ -1,5 +1,6 @@
 // jmx/ffi/peer/src/kernels.cu on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to
-// array, and of rows that are needed, and each result is checked. Memory of results begins as NaN.
+// array, of rows that are needed, and of rows that are a token's terms, and each result is checked. Memory of results
+// begins as NaN.
 //
 //     check_kernels RANKS CALLS
 #include "kernels.cu"
@@ -191,17 +192,59 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
   }
 }
 
+// Sums of terms, some of which no rank has. `needed`: tokens without a term on a rank have no bit of it, perhaps.
+void CheckTerms(int num_ranks, Regions& sums, bool by_slots, bool needed) {
+  const int all = num_ranks * kTokens, slots = 6, parts = 1 + random_bits() % 2, stride = kWidth + 4;
+  const std::size_t count = 9;  // of rows
+  Floats rows = Drawn(num_ranks, parts * count * stride), weights = Drawn(num_ranks, all * slots);
+  Floats total = Empty(num_ranks, kTokens * kWidth), written = Empty(num_ranks, all * kWidth);
+  OfRanks<int> row_of(num_ranks, std::vector<int>(all * slots));
+  OfRanks<unsigned> bits(1, std::vector<unsigned>(all));
+  for (int i = 0; i < all * slots; ++i) {
+    const unsigned mine = random_bits() % (num_ranks + 1), token = i / slots;
+    for (unsigned rank = 0; rank < static_cast<unsigned>(num_ranks); ++rank)
+      row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
+    if (mine < static_cast<unsigned>(num_ranks)) bits[0][token] |= 1u << mine;
+    if (i % 5 == 0) bits[0][token] |= 1;
+  }
+  Run(num_ranks, [&](int rank) {
+    Arrays arrays{{}, {Bytes(total, rank), by_slots ? nullptr : Bytes(written, rank)}, {kTokens * kWidth * 4}, 1, false};
+    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits[0].data() : nullptr,
+                      count * stride * 4, stride * 4, kTokens, kWidth / 4, parts, slots};
+    (by_slots ? reduce_f32_terms : reduce_f32_terms_arrays)(sums.Of(rank), arrays, terms);
+  });
+  for (int rank = 0; rank < num_ranks; ++rank)
+    for (int i = 0; i < kTokens * kWidth; ++i) {
+      float sum = 0;
+      for (int other = 0; other < num_ranks; ++other) {
+        float of_rank = 0;
+        for (int slot = 0; slot < slots; ++slot) {
+          const int at = (rank * kTokens + i / kWidth) * slots + slot, row = row_of[other][at];
+          if (row < 0) continue;
+          float term = Of(rows, other)[row * stride + i % kWidth];
+          if (parts == 2) term += Of(rows, other)[(count + row) * stride + i % kWidth];
+          of_rank += term * Of(weights, other)[at];
+        }
+        sum += of_rank;
+      }
+      Expect(Of(total, rank)[i] == sum);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
-  for (int kind = 0; kind < 6; ++kind) regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : 0);
+  for (int kind = 0; kind < 8; ++kind)
+    regions.emplace_back(num_ranks, kind < 2 || kind == 6 ? kSlotBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
     CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
     CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
     CheckNeeded(num_ranks, regions[4], regions[5], call % 2 == 1);
+    CheckTerms(num_ranks, regions[6], true, call % 2 == 1);
+    CheckTerms(num_ranks, regions[7], false, call % 2 == 1);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

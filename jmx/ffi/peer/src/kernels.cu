@@ -11,6 +11,7 @@
 #include "calls.h"
 #include "lines.h"
 #include "region.h"
+#include "terms.h"
 #include "units.h"
 
 namespace {
@@ -168,3 +169,16 @@ REDUCE(f16, 16, uint4, Float16)
 REDUCE(f16, 2, unsigned short, Float16)
 REDUCE(f32, 16, uint4, Float32)
 REDUCE(f32, 4, unsigned int, Float32)
+
+#define TERMS(NAME, SLOTS, ELEMENT)                                                                     \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
+  reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,             \
+                const __grid_constant__ Terms terms) {                                                  \
+    ReduceTerms<SLOTS, ELEMENT>(ranks, arrays, terms);                                                  \
+  }
+TERMS(bf16_terms, true, BFloat16)
+TERMS(f16_terms, true, Float16)
+TERMS(f32_terms, true, Float32)
+TERMS(bf16_terms_arrays, false, BFloat16)
+TERMS(f16_terms_arrays, false, Float16)
+TERMS(f32_terms_arrays, false, Float32)
