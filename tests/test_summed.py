@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from model_steps import relative_error
 
 import jmx
@@ -135,3 +136,50 @@ def test_the_sum_reads_what_the_products_wrote_when_compiled(
     needs = "_needed" if num_gpus == 4 else ""
     assert calls == [f"jmx_peer_gather{needs}", "mosaic_gpu_v2", "jmx_peer_scatter_terms"]
     print(entry)
+
+
+# On GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("tokens", "columns", "slots"), [(1, 8, 1), (3, 64, 5), (64, 2880, 4), (1000, 2880, 8)])
+@pytest.mark.parametrize("way", ["slots", "arrays", "needed"])
+def test_sums_are_those_of_their_definition(
+    tokens: int, columns: int, slots: int, dtype: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of integers, whose sums are exact; rows that no slot has are NaN, and so is memory before the calls."""
+    if peer.fault(2):
+        pytest.skip(f"these devices do not write into each other's memory: {peer.fault(2)}")
+    monkeypatch.setattr(collectives, "LEAST_ARRAY_BYTES", 0 if way == "arrays" else 1 << 60)
+    jax.clear_caches()
+    ranks = jax.device_count()
+    mesh = jax.make_mesh((ranks,), ("ep",), (AxisType.Auto,))
+    rng, all_tokens, count = np.random.default_rng(0), ranks * tokens, 2 * tokens * slots + 1
+    parts = rng.integers(-2, 3, (ranks, 2, count, columns + 4)).astype(np.float32)
+    weights = np.ldexp(1.0, rng.integers(-1, 1, (all_tokens, slots))).astype(np.float32)
+    owners = rng.integers(-1, ranks, (all_tokens, slots))
+    row_of = np.stack([np.where(owners == rank, rng.integers(0, count - 1, owners.shape), -1) for rank in range(ranks)])
+    unused = np.stack([~np.isin(np.arange(count), row_of[rank]) for rank in range(ranks)])
+    bits = np.zeros(all_tokens, np.uint32)
+    for rank in range(ranks):
+        bits |= (owners == rank).any(axis=1).astype(np.uint32) << np.uint32(rank)
+    expected = np.zeros((all_tokens, columns), np.float32)
+    for rank in range(ranks):
+        terms_of_rank = parts[rank].sum(axis=0)[row_of[rank], :columns] * weights[..., None]
+        expected += np.where(row_of[rank][..., None] >= 0, terms_of_rank, 0).sum(axis=1)
+    parts[np.broadcast_to(unused[:, None], parts.shape[:3])] = np.nan
+
+    def scatter(parts: Any, row_of: Any) -> jax.Array:
+        needed_by = jnp.asarray(bits) if way == "needed" else None
+        return terms.reduce_scatter(parts[0], row_of[0], jnp.asarray(weights), needed_by, ("ep",), columns, dtype)
+
+    run = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    arrays = jax.device_put((parts, row_of.astype(np.int32)), NamedSharding(mesh, P("ep")))
+    assert f"@{library.SCATTER_TERMS}" in run.lower(*arrays).as_text()
+    for _ in range(3):
+        nan = jax.device_put(np.full((ranks, 1 << 22), np.nan, np.float32), NamedSharding(mesh, P("ep"))) + 1
+        jax.block_until_ready(nan)
+        del nan
+        np.testing.assert_array_equal(np.asarray(run(*arrays), np.float32), expected)
