@@ -29,7 +29,7 @@ ORDER = [
     {"lora", "qat"},
     {"parallel"},
     {"layer"},
-    {"explain", "module_arguments"},
+    {"batched", "explain", "module_arguments"},
     {"module_call"},
     {"nnx", "linen"},
     {"checkpoint"},

@@ -10,8 +10,8 @@ from jmx.util.typing import Array, Float, Int32
 Names = tuple[str, ...]
 
 # Results of tokens (T, H) and their routing (T, k), or logits (T, E), which a device computes with its own experts,
-# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. With
-# a fourth argument, False, the sum over a token's rows may be left out: the result is a `grouped.Terms` then, and has no
+# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. With a
+# fourth argument, False, the sum over a token's rows may be left out: the result is a `grouped.Terms` then, and has no
 # derivative.
 Local = Callable[..., Any]
 

@@ -75,7 +75,8 @@ def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any, firsts: An
     firsts = values_of(firsts)
 
     def results(wanted: Any) -> Float[Array, "T H"]:
-        return _in_steps(call, local, *perturbed.joined(wanted, rest), firsts)
+        x, routing, arrays = perturbed.joined(wanted, rest)
+        return _in_steps(call, local, x, routing, arrays, firsts)
 
     y, transpose = jax.vjp(results, wanted)
     return y, (transpose, perturbed, len(rest))
