@@ -19,6 +19,8 @@ constexpr std::size_t kSlotBytes = 4096;
 std::mt19937 random_bits(1);
 int failures = 0;
 
+using jmx::Way;
+
 template <typename T>
 using OfRanks = std::vector<std::vector<T>>;
 using Floats = OfRanks<uint4>;  // in units, which are aligned
@@ -192,42 +194,49 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
   }
 }
 
-// Sums of terms, some of which no rank has. `needed`: tokens without a term on a rank have no bit of it, perhaps.
-void CheckTerms(int num_ranks, Regions& sums, bool by_slots, bool needed) {
-  const int all = num_ranks * kTokens, slots = 6, parts = 1 + random_bits() % 2, stride = kWidth + 4;
-  const std::size_t count = 9;  // of rows
+// Sums of terms, some of which no rank has, of the last `rows` of each rank's tokens. `needed`: ranks without a term of a
+// token have no bit, perhaps.
+template <typename Element>
+void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed) {
+  constexpr int width = 24;  // of a row: whole units and lines of both types
+  const int each = kRows, all = num_ranks * each, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
+  const unsigned bytes = width * sizeof(Element);
+  const std::size_t count = 9;  // of terms
   Floats rows = Drawn(num_ranks, parts * count * stride), weights = Drawn(num_ranks, all * slots);
-  Floats total = Empty(num_ranks, kTokens * kWidth), written = Empty(num_ranks, all * kWidth);
+  Floats total = Empty(num_ranks, each * width), written = Empty(num_ranks, all * width);
   OfRanks<int> row_of(num_ranks, std::vector<int>(all * slots));
-  OfRanks<unsigned> bits(1, std::vector<unsigned>(all));
+  std::vector<unsigned> bits(num_ranks * kTokens);
   for (int i = 0; i < all * slots; ++i) {
-    const unsigned mine = random_bits() % (num_ranks + 1), token = i / slots;
-    for (unsigned rank = 0; rank < static_cast<unsigned>(num_ranks); ++rank)
-      row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
-    if (mine < static_cast<unsigned>(num_ranks)) bits[0][token] |= 1u << mine;
-    if (i % 5 == 0) bits[0][token] |= 1;
+    const int mine = static_cast<int>(random_bits() % (num_ranks + 1)), token = i / slots;
+    for (int rank = 0; rank < num_ranks; ++rank) row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
+    unsigned& its = bits[token / each * kTokens + kTokens - each + token % each];
+    if (mine < num_ranks) its |= 1u << mine;
+    if (i % 5 == 0) its |= 1;
   }
   Run(num_ranks, [&](int rank) {
-    Arrays arrays{{}, {Bytes(total, rank), by_slots ? nullptr : Bytes(written, rank)}, {kTokens * kWidth * 4}, 1, false};
-    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits[0].data() : nullptr,
-                      count * stride * 4, stride * 4, kTokens, kWidth / 4, parts, slots};
-    (by_slots ? reduce_f32_terms : reduce_f32_terms_arrays)(sums.Of(rank), arrays, terms);
+    Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {each * bytes}, 1, false};
+    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() + kTokens - each : nullptr,
+                      count * stride * 4, stride * 4u, kTokens, kRows, bytes / (way == Way::kLines ? 12 : 16), parts, slots};
+    constexpr bool kFloats = sizeof(Element) == 4;
+    if (way == Way::kLines) return (kFloats ? reduce_f32_terms_lines : reduce_bf16_terms_lines)(sums.Of(rank), arrays, terms);
+    if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
+    (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
   });
   for (int rank = 0; rank < num_ranks; ++rank)
-    for (int i = 0; i < kTokens * kWidth; ++i) {
+    for (int i = 0; i < each * width; ++i) {
       float sum = 0;
       for (int other = 0; other < num_ranks; ++other) {
         float of_rank = 0;
         for (int slot = 0; slot < slots; ++slot) {
-          const int at = (rank * kTokens + i / kWidth) * slots + slot, row = row_of[other][at];
+          const int at = (rank * each + i / width) * slots + slot, row = row_of[other][at];
           if (row < 0) continue;
-          float term = Of(rows, other)[row * stride + i % kWidth];
-          if (parts == 2) term += Of(rows, other)[(count + row) * stride + i % kWidth];
+          float term = Of(rows, other)[row * stride + i % width];
+          if (parts == 2) term += Of(rows, other)[(count + row) * stride + i % width];
           of_rank += term * Of(weights, other)[at];
         }
-        sum += of_rank;
+        sum += Element::Round(of_rank).Widen();
       }
-      Expect(Of(total, rank)[i] == sum);
+      Expect(reinterpret_cast<Element*>(Bytes(total, rank))[i].Widen() == Element::Round(sum).Widen());
     }
 }
 
@@ -237,14 +246,18 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
-  for (int kind = 0; kind < 8; ++kind)
-    regions.emplace_back(num_ranks, kind < 2 || kind == 6 ? kSlotBytes : 0);
+  for (int kind = 0; kind < 12; ++kind)
+    regions.emplace_back(num_ranks, kind < 2 || kind >= 8 ? kSlotBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
     CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
     CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
     CheckNeeded(num_ranks, regions[4], regions[5], call % 2 == 1);
-    CheckTerms(num_ranks, regions[6], true, call % 2 == 1);
-    CheckTerms(num_ranks, regions[7], false, call % 2 == 1);
+    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, call % 2 == 1);
+    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, call % 2 == 1);
+    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, call % 2 == 1);
+    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, call % 2 == 1);
+    CheckTerms<BFloat16>(num_ranks, regions[10], Way::kLines, false);
+    CheckTerms<Float32>(num_ranks, regions[11], Way::kLines, false);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

@@ -24,7 +24,7 @@ import jmx
 from jmx.ffi.peer import collectives
 from jmx.parallel import needed, peer
 
-E, H, T, K = 16, 256, 8, 4  # T tokens a device
+E, H, T, K = 16, 384, 8, 4  # T tokens a device
 AXES = "dp", "ep"
 
 
@@ -100,7 +100,7 @@ class Battery:
                 texts = [its.as_text() for its in (lowered[0], lowered[2])]
                 if exchange == "peer_needed" and sizes[1] > 1:
                     assert all("jmx_peer_gather_needed" in text for text in texts)
-                if name == "peer" and chunks == 1 and sizes[1] > 1:
+                if name in ("peer", "peer_lines") and chunks == 1 and sizes[1] > 1:
                     assert all("jmx_peer_scatter_terms" in text for text in texts)
                 self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
 

@@ -23,7 +23,7 @@ from jmx.parallel import peer
 from jmx.perf.shapes import MODELS
 from jmx.xla.backend import Xla
 
-E, H, T, K = 8, 64, 16, 3
+E, H, T, K = 8, 96, 16, 3
 
 
 def terms_of(self: Xla, problem: Any, x: Any, routing: Any, experts: Any, environment: Any) -> Terms:
@@ -39,7 +39,7 @@ def terms_of(self: Xla, problem: Any, x: Any, routing: Any, experts: Any, enviro
     return Terms(whole, jnp.where(here, row_of, -1).reshape(tokens, slots), routing.weights)
 
 
-@pytest.fixture(params=["all", "needed"])
+@pytest.fixture(params=["all", "needed", "lines"])
 def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Which rows are sent, for a test in which the reference gives its terms."""
     monkeypatch.setattr(Xla, "terms", terms_of, raising=False)
@@ -68,7 +68,8 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
     x, logits = (jnp.asarray(rng.normal(size=(4 * T, width)), jnp.float32) for width in (H, E))
     experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias_dtype="float32")
     mesh = jax.make_mesh(sizes, ("dp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange="peer", mesh=mesh)
+    exchange = "peer_lines" if of_rows == "lines" else "peer"
+    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange, mesh=mesh)
 
     def biased(bias: Any, x: Any, logits: Any, split: Any) -> Any:
         arrays = experts.arrays() | {"down_bias": bias}
@@ -85,6 +86,7 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
     text = str(jax.make_jaxpr(partial(layer, split=split))(x, logits, experts))
     assert text.count(f"{library.SCATTER_TERMS}[") == 1
     assert ("jmx_peer_gather_needed[" in text) == (of_rows == "needed")
+    assert (re.search(r"way=(\d)", text[text.index(f"{library.SCATTER_TERMS}[") :])[1] == "1") == (of_rows == "lines")
     expected = jax.jit(partial(every, split=None))(x, logits)
     for got, wanted in zip(jax.jit(partial(every, split=split))(x, logits), expected, strict=True):
         assert relative_error(got, wanted) <= 2e-6
@@ -93,24 +95,24 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
 @pytest.mark.costly
 @pytest.mark.devices(2)
 @pytest.mark.usefixtures("of_rows")
-def test_rows_that_are_no_whole_units_are_summed_before(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("exchange", "unit"), [("peer", "UNIT_BYTES"), ("peer_lines", "LINE_BYTES")])
+def test_rows_that_are_no_whole_units_are_summed_before(
+    exchange: str, unit: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias_dtype="float32")
     mesh = jax.make_mesh((2,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:2])
-    split = jmx.Split(expert="ep", tokens="ep", exchange="peer", mesh=mesh)
+    split = jmx.Split(expert="ep", tokens="ep", exchange=exchange, mesh=mesh)
     x, logits = (jnp.asarray(rng.normal(size=(4 * T, width)), jnp.float32) for width in (H, E))
     whole = str(jax.make_jaxpr(partial(layer, split=split))(x, logits, experts))
     assert library.SCATTER_TERMS in whole
-    terms_unit, terms.UNIT_BYTES = terms.UNIT_BYTES, 1 << 20
-    try:
-        jax.clear_caches()
-        assert library.SCATTER_TERMS not in str(jax.make_jaxpr(partial(layer, split=split))(x, logits, experts))
-    finally:
-        terms.UNIT_BYTES = terms_unit
+    monkeypatch.setattr(terms, unit, 1 << 20)
+    jax.clear_caches()
+    assert library.SCATTER_TERMS not in str(jax.make_jaxpr(partial(layer, split=split))(x, logits, experts))
 
 
 @pytest.mark.aot
 @pytest.mark.skipif(not library._PATH.exists(), reason="needs jmx's kernels in C++")
-@pytest.mark.parametrize(("num_gpus", "tokens"), [(2, 64), (2, 8192), (4, 4096)])
+@pytest.mark.parametrize(("num_gpus", "tokens"), [(2, 16), (2, 64), (2, 8192), (4, 4096)])
 def test_the_sum_reads_what_the_products_wrote_when_compiled(
     num_gpus: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +124,7 @@ def test_the_sum_reads_what_the_products_wrote_when_compiled(
     shape = MODELS["gpt-oss-120b"]
     mesh = aot.mesh_of("h200", num_gpus)
     (axis,) = mesh.axis_names
-    split = jmx.Split(expert=axis, tokens=axis, exchange="peer", mesh=mesh)
+    split = jmx.Split(expert=axis, tokens=axis, exchange="peer" if tokens > 16 else "peer_lines", mesh=mesh)
 
     def call(x: Any, logits: Any, experts: Any) -> jax.Array:
         return jmx.moe(x, jmx.Logits(logits, shape.method), experts, activation=shape.activation, split=split)
@@ -135,7 +137,6 @@ def test_the_sum_reads_what_the_products_wrote_when_compiled(
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
     needs = "_needed" if num_gpus == 4 else ""
     assert calls == [f"jmx_peer_gather{needs}", "mosaic_gpu_v2", "jmx_peer_scatter_terms"]
-    print(entry)
 
 
 # On GPUs
@@ -144,8 +145,8 @@ def test_the_sum_reads_what_the_products_wrote_when_compiled(
 @pytest.mark.gpu
 @pytest.mark.devices(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("tokens", "columns", "slots"), [(1, 8, 1), (3, 64, 5), (64, 2880, 4), (1000, 2880, 8)])
-@pytest.mark.parametrize("way", ["slots", "arrays", "needed"])
+@pytest.mark.parametrize(("tokens", "columns", "slots"), [(1, 24, 1), (3, 96, 5), (40, 2880, 4), (1000, 2880, 8)])
+@pytest.mark.parametrize("way", ["slots", "arrays", "needed", "lines"])
 def test_sums_are_those_of_their_definition(
     tokens: int, columns: int, slots: int, dtype: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +174,9 @@ def test_sums_are_those_of_their_definition(
 
     def scatter(parts: Any, row_of: Any) -> jax.Array:
         needed_by = jnp.asarray(bits) if way == "needed" else None
-        return terms.reduce_scatter(parts[0], row_of[0], jnp.asarray(weights), needed_by, ("ep",), columns, dtype)
+        return terms.reduce_scatter(
+            parts[0], row_of[0], jnp.asarray(weights), needed_by, ("ep",), columns, dtype, way == "lines"
+        )
 
     run = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
     arrays = jax.device_put((parts, row_of.astype(np.int32)), NamedSharding(mesh, P("ep")))

@@ -19,18 +19,19 @@ from jmx.ffi.peer.collectives import Names, Way, devices_of, num_ranks, result_t
 from jmx.ffi.peer.library import SCATTER_TERMS
 from jmx.util.typing import Array, Float, Float32, Int32, UInt32
 
-UNIT_BYTES = 16  # of which rows of results are a multiple, and those of terms
+UNIT_BYTES, LINE_BYTES = 16, 12  # of which rows of results are a multiple, where they are no lines and where they are
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6))
+@partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def reduce_scatter(
     rows: Float32[Array, "P R W"],
     row_of: Int32[Array, "nT k"],
     weights: Float32[Array, "nT k"],
-    ranks: UInt32[Array, " nT"] | None,
+    ranks: UInt32[Array, " nS"] | None,
     axes: Names,
     columns: int,
     dtype: Any,
+    lines: bool = False,
 ) -> Float[Array, "T columns"]:
     """This rank's tokens' sums over all ranks, in float32 and in the order of the ranks, of what each adds up.
 
@@ -38,41 +39,42 @@ def reduce_scatter(
         rows: their sum over P, in its first columns, are the terms.
         row_of: the row of each slot of all ranks' tokens; -1: none on this rank.
         weights: what the rows are multiplied with.
-        ranks: a bit for each rank that has a term of a token, or may have one; None: all may.
+        ranks: a bit for each rank that has a term of a token, or may have one; of S >= T tokens a rank, the last T of
+            which are these. None: all may.
         axes: mesh axes along which ranks are.
         columns, dtype: of the result, and of what a rank adds up.
+        lines: whether few results are sent as lines.
     """
     tokens = row_of.shape[0] // num_ranks(axes)
-    size = tokens * columns * jnp.dtype(dtype).itemsize
-    arrays = ranks is not None or way_of([size], lines=False) is Way.ARRAYS
+    way = way_of([tokens * columns * jnp.dtype(dtype).itemsize], lines) if ranks is None else Way.ARRAYS
     static = {"axes": axes, "num_ranks": num_ranks(axes), "columns": columns, "dtype": jnp.dtype(dtype)}
-    return _scatter.bind(rows, row_of, weights, *(() if ranks is None else (ranks,)), arrays=arrays, **static)[0]
+    return _scatter.bind(rows, row_of, weights, *(() if ranks is None else (ranks,)), way=way, **static)[0]
 
 
 def _types(
-    rows: Any, row_of: Any, *_: Any, axes: Names, num_ranks: int, columns: int, dtype: Any, arrays: bool
+    rows: Any, row_of: Any, *_: Any, axes: Names, num_ranks: int, columns: int, dtype: Any, way: Way
 ) -> list[Any]:
     del axes
     tokens = row_of.shape[0]
     sums = rows.update(shape=(tokens, columns), dtype=dtype)
-    memory = [sums] if arrays else []  # into which ranks write their sums
+    memory = [sums] if way is Way.ARRAYS else []  # into which ranks write their sums
     return [result_type(sums, tokens // num_ranks, ()), *memory]
 
 
 def _by_xla(
-    rows: Any, row_of: Any, weights: Any, *_: Any, axes: Names, columns: int, dtype: Any, arrays: bool, **__: Any
+    rows: Any, row_of: Any, weights: Any, *_: Any, axes: Names, columns: int, dtype: Any, way: Way, **__: Any
 ) -> Any:
     work = grouping.Work(grouping.Blocks(None, 0, 0, 0, 0), row_of, None)
     sums = grouping.combine(rows[..., :columns], work, weights).astype(dtype)
-    return [lax.psum_scatter(sums, axes, scatter_dimension=0, tiled=True), *([sums] if arrays else [])]
+    return [lax.psum_scatter(sums, axes, scatter_dimension=0, tiled=True), *([sums] if way is Way.ARRAYS else [])]
 
 
-def _on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int, **static: Any) -> Any:
+def _on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int, way: Way, **static: Any) -> Any:
     devices = devices_of(ctx, axes)
     if devices is None:
-        return _lowered(ctx, *operands, axes=axes, num_ranks=num_ranks, **static)
+        return _lowered(ctx, *operands, axes=axes, num_ranks=num_ranks, way=way, **static)
     rule = jax.ffi.ffi_lowering(SCATTER_TERMS, has_side_effect=True)
-    return rule(ctx, *operands, devices=devices, num_ranks=np.int64(num_ranks))
+    return rule(ctx, *operands, devices=devices, num_ranks=np.int64(num_ranks), way=np.int64(way))
 
 
 _scatter = Primitive(SCATTER_TERMS)

@@ -170,15 +170,18 @@ REDUCE(f16, 2, unsigned short, Float16)
 REDUCE(f32, 16, uint4, Float32)
 REDUCE(f32, 4, unsigned int, Float32)
 
-#define TERMS(NAME, SLOTS, ELEMENT)                                                                     \
+#define TERMS(NAME, ...)                                                                                \
   extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
   reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,             \
                 const __grid_constant__ Terms terms) {                                                  \
-    ReduceTerms<SLOTS, ELEMENT>(ranks, arrays, terms);                                                  \
+    __VA_ARGS__(ranks, arrays, terms);                                                                  \
   }
-TERMS(bf16_terms, true, BFloat16)
-TERMS(f16_terms, true, Float16)
-TERMS(f32_terms, true, Float32)
-TERMS(bf16_terms_arrays, false, BFloat16)
-TERMS(f16_terms_arrays, false, Float16)
-TERMS(f32_terms_arrays, false, Float32)
+TERMS(bf16_terms, ReduceTerms<true, BFloat16>)
+TERMS(f16_terms, ReduceTerms<true, Float16>)
+TERMS(f32_terms, ReduceTerms<true, Float32>)
+TERMS(bf16_terms_arrays, ReduceTerms<false, BFloat16>)
+TERMS(f16_terms_arrays, ReduceTerms<false, Float16>)
+TERMS(f32_terms_arrays, ReduceTerms<false, Float32>)
+TERMS(bf16_terms_lines, ReduceTermsLines<uint2, BFloat16>)
+TERMS(f16_terms_lines, ReduceTermsLines<uint2, Float16>)
+TERMS(f32_terms_lines, ReduceTermsLines<u32, Float32>)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "calls.h"
+#include "lines.h"
 #include "region.h"
 #include "terms_of.h"
 #include "units.h"
@@ -12,49 +13,49 @@ using jmx::Terms;
 
 constexpr int kTerms = 4;  // that a thread reads before it adds any
 
-// A unit of a token's sum, in float32 and in the order of its slots, rounded once.
-template <typename Element>
-__device__ uint4 SumOf(const Terms& terms, u32 token, u32 unit) {
-  constexpr int kElements = sizeof(uint4) / sizeof(Element), kQuads = kElements / 4;  // of four floats
-  using Floats = Lanes<uint4, Float32>;
+// A unit of a token's sum, in float32 and in the order of its slots, rounded once. `Load`: floats that are read at once.
+template <typename Unit, typename Load, typename Element>
+__device__ Unit SumOf(const Terms& terms, u32 token, u32 unit) {
+  constexpr int kElements = sizeof(Unit) / sizeof(Element), kEach = sizeof(Load) / sizeof(float), kLoads = kElements / kEach;
+  using Floats = Lanes<Load, Float32>;
   float sum[kElements] = {};
   for (int first = 0; first < terms.slots; first += kTerms) {
     const char* from[kTerms];
     float weights[kTerms];
-    Floats found[kTerms][kQuads];
+    Floats found[kTerms][kLoads];
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) {
       const u32 slot = token * terms.slots + first + i;
       const int row = first + i < terms.slots ? __ldg(terms.row_of + slot) : -1;
-      from[i] = row < 0 ? nullptr : terms.rows + row * terms.row_bytes + unit * u64{kQuads * sizeof(uint4)};
+      from[i] = row < 0 ? nullptr : terms.rows + row * terms.row_bytes + unit * u64{kElements * sizeof(float)};
       weights[i] = row < 0 ? 0 : __ldg(terms.weights + slot);
     }
 #pragma unroll
     for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-      for (int k = 0; k < kQuads; ++k)
-        if (from[i] != nullptr) found[i][k].unit = Read<uint4>(from[i], k);
+      for (int k = 0; k < kLoads; ++k)
+        if (from[i] != nullptr) found[i][k].unit = Read<Load>(from[i], k);
     for (int part = 1; part < terms.parts; ++part) {
 #pragma unroll
       for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-        for (int k = 0; k < kQuads; ++k) {
+        for (int k = 0; k < kLoads; ++k) {
           if (from[i] == nullptr) continue;
           Floats more;
-          more.unit = Read<uint4>(from[i] + part * terms.part_bytes, k);
+          more.unit = Read<Load>(from[i] + part * terms.part_bytes, k);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) found[i][k].elements[e].value += more.elements[e].value;
+          for (int e = 0; e < kEach; ++e) found[i][k].elements[e].value += more.elements[e].value;
         }
     }
 #pragma unroll
     for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-      for (int k = 0; k < kQuads; ++k)
+      for (int k = 0; k < kLoads; ++k)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (from[i] != nullptr) sum[4 * k + e] += found[i][k].elements[e].value * weights[i];
+        for (int e = 0; e < kEach; ++e)
+          if (from[i] != nullptr) sum[kEach * k + e] += found[i][k].elements[e].value * weights[i];
   }
-  Lanes<uint4, Element> result;
+  Lanes<Unit, Element> result;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
   return result.unit;
@@ -81,10 +82,14 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   }
   __syncthreads();
   const Share share(u64{terms.tokens} * terms.units);  // of a rank's results
+  const auto row_of = [&](u64 at) { return static_cast<u32>(at) / terms.units; };
+  const auto ranks_of = [&](int rank, u64 at) {
+    return terms.ranks == nullptr ? (1u << ranks.num_ranks) - 1 : __ldg(terms.ranks + rank * terms.ranks_stride + row_of(at));
+  };
   const auto send = [&](u64 at, int rank) {
-    const u32 token = rank * terms.tokens + static_cast<u32>(at) / terms.units;
-    if (terms.ranks != nullptr && (__ldg(terms.ranks + token) >> ranks.rank & 1) == 0) return;
-    reinterpret_cast<uint4*>(to[rank * jmx::kMaxArrays])[at] = SumOf<Element>(terms, token, static_cast<u32>(at) % terms.units);
+    if ((ranks_of(rank, at) >> ranks.rank & 1) == 0) return;
+    reinterpret_cast<uint4*>(to[rank * jmx::kMaxArrays])[at] =
+        SumOf<uint4, uint4, Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
   };
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
   for (u64 at = share.begin + threadIdx.x; at < share.end; at += jmx::kThreads)
@@ -93,9 +98,20 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   if constexpr (kSlots)
     for (u64 at = share.begin + threadIdx.x; at < share.end; at += jmx::kThreads) send(at, ranks.rank);
   Await(ranks, call);
-  const u32 everyone = (1u << ranks.num_ranks) - 1;
-  AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads, [&](u64 at) {
-    return terms.ranks == nullptr ? everyone : __ldg(terms.ranks + ranks.rank * terms.tokens + static_cast<u32>(at) / terms.units);
+  AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
+                             [&](u64 at) { return ranks_of(ranks.rank, at); });
+  End(ranks, call);
+}
+
+// `ReduceTerms` by lines, of which a row has a whole number.
+template <typename Load, typename Element>
+__device__ void ReduceTermsLines(const Ranks& ranks, const Arrays& arrays, const Terms& terms) {
+  const Call call = Begin(ranks);
+  SystemMemory memory;
+  const u64 thread = blockIdx.x * u64{blockDim.x} + threadIdx.x, threads = gridDim.x * u64{blockDim.x};
+  jmx::ReduceLinesOfAll<Element>(memory, ranks, arrays, call, thread, threads, [&](int rank, u64 at) {
+    const u32 line = static_cast<u32>(at);
+    return SumOf<jmx::Words, Load, Element>(terms, rank * terms.tokens + line / terms.units, line % terms.units);
   });
   End(ranks, call);
 }
