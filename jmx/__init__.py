@@ -19,11 +19,10 @@ from jmx.activations import (
     SwiGLUStep,
 )
 from jmx.backends import register_backend
-from jmx.batched import batched_moe
 from jmx.experts import Experts, ShardedExperts
 from jmx.explain import Explanation, explain
 from jmx.grouping import Groups, group
-from jmx.layer import moe
+from jmx.layer import batched_moe, moe
 from jmx.numerics.formats import (
     FORMATS,
     MXFP4,

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
@@ -16,7 +18,7 @@ from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
 from jmx.engines.grouped import Terms
 from jmx.experts import Experts, ShardedExperts, padding
-from jmx.guard import check_not_divided, guarded
+from jmx.guard import check_not_divided
 from jmx.lora import Adapters
 from jmx.lora.products import AddedBy
 from jmx.pallas.routing import call as routing_kernel
@@ -24,24 +26,26 @@ from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
+from jmx.parallel.summed import terms_of
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
-from jmx.routing import Logits, Routing, route
+from jmx.routing import NOWHERE, Logits, Routing, route
 from jmx.routing.leading import Tokens, check_routing, flat_logits, flat_routing, slots_of
 from jmx.routing.logits import check as check_logits
-from jmx.selection.backend import GivesTerms, ProductBackend, SkipsPadding
+from jmx.selection.backend import ProductBackend, SkipsPadding
 from jmx.selection.environment import Environment
 from jmx.selection.problem import (
     Problem,
     Some,
     check_arguments,
     check_by_token,
+    check_x,
     resolve_input_format,
     with_tokens,
 )
 from jmx.selection.select import check_backend, select
-from jmx.util.checks import check_bool, check_instance, check_values, is_array
-from jmx.util.typing import AnyArray, Array, Bool, Float
+from jmx.util.checks import check_array, check_bool, check_instance, check_values, is_array
+from jmx.util.typing import AnyArray, Array, Bool, Float, Integer
 from jmx.xla import backend as xla
 
 
@@ -119,27 +123,20 @@ def moe_of_some(
     some: Some,
     *,
     adapters: Adapters | None = None,
-    combine: bool = True,
     **settings: Any,
 ) -> Float[Array, "T H"] | Terms:
     """`moe` of some of the experts among which tokens are routed; what others would add to a token is left out.
 
-    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts. Without
-    `combine` a token's rows are not summed if the backend can leave that out; such a call has no derivative.
+    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts. With
+    `combine=False` a token's rows are not summed where that is a step of its own; there is no derivative then.
     """
-    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some, combine)
+    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some)
 
 
-def _undivided(
-    tokens: Tokens,
-    weights: over_mesh.Weights,
-    settings: "_Settings",
-    some: Some | None = None,
-    combine: bool = True,
-) -> Any:
+def _undivided(tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None) -> Any:
     """`moe` of experts that no mesh divides, or its `Terms`, see `moe_of_some`. `some`: which experts; None: all."""
     (x, routing, mask), (experts, adapters) = tokens, weights
-    activation, weights_on, input_format, backend, save_gate_up = settings
+    activation, weights_on, input_format, backend, save_gate_up, combine = settings
     beside: Beside = adapters
     if isinstance(experts, MasterExperts):
         if adapters is not None:
@@ -163,18 +160,79 @@ def _undivided(
     return _on_devices(tokens.for_jit(), (experts, beside), static._replace(combine=True), of_tokens)
 
 
+def batched_moe(
+    x: Float[AnyArray, "E M H"],
+    counts: Integer[AnyArray, " E"],
+    experts: Experts,
+    *,
+    activation: Activation | str,
+    weights: Float[AnyArray, "E M"] | None = None,
+    weights_on: str = "output",
+    input_format: str | None = None,
+    backend: str | None = None,
+) -> Float[Array, "E M H"]:
+    """`y[e, i] = weights[e, i] * expert[e](x[e, i])` for i < counts[e], and 0 for the rows after those.
+
+    For tokens that were sent to the device of their expert already, in a buffer of fixed size for each of its experts,
+    as DeepEP's low-latency dispatch and vLLM's `BatchedExperts` have them. It is `moe` with one slot a row, on the same
+    backends, and differentiable as that is. Rows past the counts may hold anything, also NaN. With mesh axes, call it
+    inside `jax.shard_map`, with the experts of one device.
+
+    Args:
+        x: (E, M, H) bfloat16, float16 or float32; the rows of expert e are the first counts[e] of x[e].
+        counts: integer (E,), each 0 to M. Traced ones are not checked; above M they count as M, below 0 as 0.
+        experts: the weights of these E experts.
+        activation, weights_on, input_format, backend: as of `moe`.
+        weights: floating (E, M), routing weights of the rows; None: 1.
+
+    Returns:
+        (E, M, H) of x's dtype.
+
+    Raises:
+        ValueError, TypeError, NoBackendError: as `moe`, and for shapes, dtypes or counts that are not as above.
+    """
+    check_instance("experts", experts, Experts, "jmx.Experts")
+    check_x(x, experts.hidden_size)
+    if len(x.shape) != 3 or x.shape[0] != experts.num_experts:
+        raise ValueError(f"`x` (shape {x.shape}) must be (E, M, H) with E = {experts.num_experts} experts")
+    num_experts, rows, hidden = x.shape
+    check_array("counts", counts, jnp.integer)
+    if tuple(counts.shape) != (num_experts,):
+        raise ValueError(f"`counts` (shape {counts.shape}) must be {(num_experts,)}, one an expert")
+    if not isinstance(counts, Tracer) and not ((np.asarray(counts) >= 0) & (np.asarray(counts) <= rows)).all():
+        raise ValueError(f"`counts` (={np.asarray(counts)}) must be 0 to {rows}, the rows of an expert in `x`")
+    if weights is not None:
+        check_array("weights", weights, jnp.floating)
+        if tuple(weights.shape) != (num_experts, rows):
+            raise ValueError(f"`weights` (shape {weights.shape}) must be {(num_experts, rows)}, one a row")
+    filled = jnp.arange(rows)[None] < jnp.asarray(counts)[:, None]
+    ids = jnp.where(filled, jnp.arange(num_experts, dtype=jnp.int32)[:, None], NOWHERE)
+    weights = jnp.ones(filled.shape, jnp.float32) if weights is None else weights
+    y = moe(
+        x.reshape(-1, hidden),
+        Routing(ids.reshape(-1, 1), weights.reshape(-1, 1)),
+        experts,
+        activation=activation,
+        weights_on=weights_on,
+        input_format=input_format,
+        backend=backend,
+    )
+    return y.reshape(x.shape)
+
+
 # What a call has beside its experts: adapters, or what weights were rounded from.
 Beside = Adapters | autodiff.Sources | None
 
 
 class _Settings(NamedTuple):
-    """Static arguments of `moe`, by their names there."""
+    """Static arguments of `moe`, by their names there, and `combine` of `moe_of_some`."""
 
     activation: Activation
     weights_on: str = "output"
     input_format: str | None = None
     backend: str | None = None
     save_gate_up: bool = False
+    combine: bool = True
 
 
 def _divided(
@@ -240,8 +298,8 @@ def _of_this_device(
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
 
     def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any, combine: bool = True) -> Any:
-        some = Some(num_routed, first)
-        return moe_of_some(x, routing, experts, some, adapters=adapters, combine=combine, **settings._asdict())
+        its = settings._replace(combine=combine)
+        return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **its._asdict())
 
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
@@ -261,14 +319,13 @@ def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: A
 
 
 class _Static(NamedTuple):
-    """Static arguments of a call; `backend`: the one that must run, or None; `save_gate_up`: as of `moe`; `combine`: as
-    of `moe_of_some`."""
+    """Static arguments of a call; `backend`: the one that must run, or None; the last two as those of `_Settings`."""
 
     problem: Problem
     environment: Environment
     backend: str | None
     save_gate_up: bool
-    combine: bool = True
+    combine: bool
 
 
 def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None) -> Any:
@@ -279,8 +336,11 @@ def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Sta
     flat = x.reshape(-1, x.shape[-1])
     first = None if some is None else some.first
     routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static, first=first))
-    terms = None if static.combine or beside is not None else _terms(flat, routing, experts, static)
-    return _run(flat, routing, experts, beside, static).reshape(x.shape) if terms is None else terms
+    if not static.combine and beside is None:
+        its = with_tokens(static.problem, flat.shape[0])
+        if (terms := terms_of(its, flat, routing, experts, static.environment, static.backend)) is not None:
+            return terms
+    return _run(flat, routing, experts, beside, static).reshape(x.shape)
 
 
 def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Static, first: Any) -> Routing:
@@ -367,25 +427,6 @@ def _run(
 
     layer = autodiff.differentiable(run, backward, saving if static.save_gate_up else None)
     return layer(*meshes.varying_alike(x, routing, experts, beside))
-
-
-def _terms(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _Static) -> Terms | None:
-    """Results that are not summed over a token's slots; None where the backend sums them, or cuts padding off."""
-    problem = with_tokens(static.problem, x.shape[0])
-    chosen = select(problem, static.environment, static.backend, registered_backends()).backend
-    if (
-        not isinstance(chosen, GivesTerms)
-        or experts.padded_to is not None
-        or experts.format.is_float
-        or not problem.top_k
-    ):
-        return None
-
-    def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Terms:
-        return chosen.terms(problem, x, routing, experts.prepare(problem.layout), static.environment)
-
-    experts = experts.with_arrays(guarded(experts.arrays()))
-    return meshes.unchecked(run)(*meshes.varying_alike(x, routing, experts))
 
 
 def _by_products(

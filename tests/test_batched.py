@@ -8,7 +8,7 @@ from backend_cases import TESTED, Case, assert_agrees, draw_weights, draw_x, ref
 
 import jmx
 from jmx import Routing, SwiGLU
-from jmx.batched import batched_moe
+from jmx.layer import batched_moe
 
 E, M = 4, 12
 CASE = Case(tokens=E * M, num_experts=E, top_k=1)

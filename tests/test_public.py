@@ -29,7 +29,7 @@ ORDER = [
     {"lora", "qat"},
     {"parallel"},
     {"layer"},
-    {"batched", "explain", "module_arguments"},
+    {"explain", "module_arguments"},
     {"module_call"},
     {"nnx", "linen"},
     {"checkpoint"},

@@ -8,16 +8,48 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
+from jmx import meshes
+from jmx.backends import registered_backends
 from jmx.engines.grouped import Terms
+from jmx.experts import Experts
 from jmx.ffi.peer import collectives, terms
+from jmx.guard import guarded
 from jmx.parallel import needed
 from jmx.parallel.exchange import Call, Local, Names
 from jmx.parallel.gather import gathered
 from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded
 from jmx.routing import Logits, Routing
+from jmx.selection.backend import GivesTerms
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.selection.select import select
 from jmx.util.primals import Perturbed, values_of
 from jmx.util.typing import Array, Float, Int32, Shaped, UInt32
+
+
+def terms_of(
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts,
+    environment: Environment,
+    backend: str | None,
+) -> Terms | None:
+    """The layer on one device up to the sum over a token's rows; None where that is not apart, or cuts padding off.
+
+    It has no derivative, and cannot be vmapped. `backend`: the name of the one that must run; None: any.
+    """
+    chosen = select(problem, environment, backend, registered_backends()).backend
+    whole = experts.padded_to is None and not experts.format.is_float
+    if not isinstance(chosen, GivesTerms) or not whole or not problem.top_k:
+        return None
+
+    def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Terms:
+        return chosen.terms(problem, x, routing, experts.prepare(problem.layout), environment)
+
+    experts = experts.with_arrays(guarded(experts.arrays()))
+    return meshes.unchecked(run)(*meshes.varying_alike(x, routing, experts))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
