@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kTokens = 11, kRows = 7, kWidth = 12, kTopK = 3, kEach = 4;  // of a rank; of a row; of a token; of a rank
 constexpr int kBlocks = 2;
-constexpr std::size_t kSlotBytes = 4096;
+constexpr std::size_t kSlotBytes = 4096, kManyBytes = 1400 * 96;
 
 std::mt19937 random_bits(1);
 int failures = 0;
@@ -194,29 +194,29 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
   }
 }
 
-// Sums of terms, some of which no rank has, of the last `rows` of each rank's tokens. `needed`: ranks without a term of a
-// token have no bit, perhaps.
+// Sums of terms, some of which no rank has, of the last tokens of each rank, of which there are `each`. `needed`: ranks
+// without a term of a token have no bit, perhaps.
 template <typename Element>
-void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed) {
+void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int each) {
   constexpr int width = 24;  // of a row: whole units and lines of both types
-  const int each = kRows, all = num_ranks * each, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
+  const int tokens = each + 4, all = num_ranks * each, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
   const unsigned bytes = width * sizeof(Element);
   const std::size_t count = 9;  // of terms
   Floats rows = Drawn(num_ranks, parts * count * stride), weights = Drawn(num_ranks, all * slots);
   Floats total = Empty(num_ranks, each * width), written = Empty(num_ranks, all * width);
   OfRanks<int> row_of(num_ranks, std::vector<int>(all * slots));
-  std::vector<unsigned> bits(num_ranks * kTokens);
+  std::vector<unsigned> bits(num_ranks * tokens);
   for (int i = 0; i < all * slots; ++i) {
     const int mine = static_cast<int>(random_bits() % (num_ranks + 1)), token = i / slots;
     for (int rank = 0; rank < num_ranks; ++rank) row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
-    unsigned& its = bits[token / each * kTokens + kTokens - each + token % each];
+    unsigned& its = bits[token / each * tokens + tokens - each + token % each];
     if (mine < num_ranks) its |= 1u << mine;
     if (i % 5 == 0) its |= 1;
   }
   Run(num_ranks, [&](int rank) {
-    Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {each * bytes}, 1, false};
-    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() + kTokens - each : nullptr,
-                      count * stride * 4, stride * 4u, kTokens, kRows, bytes / (way == Way::kLines ? 12 : 16), parts, slots};
+    Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {static_cast<unsigned long long>(each) * bytes}, 1, false};
+    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() + tokens - each : nullptr,
+                      count * stride * 4, stride * 4u, static_cast<unsigned>(tokens), static_cast<unsigned>(each), bytes / (way == Way::kLines ? 12 : 16), parts, slots};
     constexpr bool kFloats = sizeof(Element) == 4;
     if (way == Way::kLines) return (kFloats ? reduce_f32_terms_lines : reduce_bf16_terms_lines)(sums.Of(rank), arrays, terms);
     if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
@@ -247,17 +247,19 @@ int main(int argc, char** argv) {
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
   for (int kind = 0; kind < 12; ++kind)
-    regions.emplace_back(num_ranks, kind < 2 || kind >= 8 ? kSlotBytes : 0);
+    regions.emplace_back(num_ranks, kind < 2 || kind > 9 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
     CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
     CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
     CheckNeeded(num_ranks, regions[4], regions[5], call % 2 == 1);
-    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, call % 2 == 1);
-    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, call % 2 == 1);
-    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, call % 2 == 1);
-    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, call % 2 == 1);
-    CheckTerms<BFloat16>(num_ranks, regions[10], Way::kLines, false);
-    CheckTerms<Float32>(num_ranks, regions[11], Way::kLines, false);
+    const bool needed = call % 2 == 1;
+    const int rows = call / 2 % 2 == 1 ? 1400 : kRows;  // these are so many that a rank's own sums are not the last
+    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, needed, rows);
+    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, needed, rows);
+    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, needed, rows);
+    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, needed, rows);
+    CheckTerms<BFloat16>(num_ranks, regions[10], Way::kLines, false, kRows);
+    CheckTerms<Float32>(num_ranks, regions[11], Way::kLines, false, kRows);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

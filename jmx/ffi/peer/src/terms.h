@@ -12,6 +12,7 @@ namespace {
 using jmx::Terms;
 
 constexpr int kTerms = 4;  // that a thread reads before it adds any
+constexpr int kMany = 4;   // units of a thread, above which links are busy for longer than flags take
 
 // A unit of a token's sum, in float32 and in the order of its slots, rounded once. `Load`: floats that are read at once.
 template <typename Unit, typename Load, typename Element>
@@ -92,11 +93,11 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
         SumOf<uint4, uint4, Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
   };
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
+  const bool many = share.Size() > kMany * jmx::kThreads;
   for (u64 at = share.begin + threadIdx.x; at < share.end; at += jmx::kThreads)
-    for (int i = 1; i < ranks.num_ranks + !kSlots; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
+    for (int i = 1; i < ranks.num_ranks + many; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
   Signal(ranks, call);
-  if constexpr (kSlots)
-    for (u64 at = share.begin + threadIdx.x; at < share.end; at += jmx::kThreads) send(at, ranks.rank);
+  for (u64 at = share.begin + threadIdx.x; at < share.end && !many; at += jmx::kThreads) send(at, ranks.rank);
   Await(ranks, call);
   AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
                              [&](u64 at) { return ranks_of(ranks.rank, at); });
