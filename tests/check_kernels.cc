@@ -198,7 +198,7 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
 // without a term of a token have no bit, perhaps.
 template <typename Element>
 void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int each) {
-  constexpr int width = 24;  // of a row: whole units and lines of both types
+  constexpr int width = 24;  // of a row: whole units of both types
   const int tokens = each + 4, all = num_ranks * each, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
   const unsigned bytes = width * sizeof(Element);
   const std::size_t count = 9;  // of terms
@@ -216,9 +216,8 @@ void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int each) {
   Run(num_ranks, [&](int rank) {
     Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {static_cast<unsigned long long>(each) * bytes}, 1, false};
     const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() + tokens - each : nullptr,
-                      count * stride * 4, stride * 4u, static_cast<unsigned>(tokens), static_cast<unsigned>(each), bytes / (way == Way::kLines ? 12 : 16), parts, slots};
+                      count * stride * 4, stride * 4u, static_cast<unsigned>(tokens), static_cast<unsigned>(each), bytes / 16, parts, slots};
     constexpr bool kFloats = sizeof(Element) == 4;
-    if (way == Way::kLines) return (kFloats ? reduce_f32_terms_lines : reduce_bf16_terms_lines)(sums.Of(rank), arrays, terms);
     if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
     (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
   });
@@ -246,8 +245,8 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
-  for (int kind = 0; kind < 12; ++kind)
-    regions.emplace_back(num_ranks, kind < 2 || kind > 9 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
+  for (int kind = 0; kind < 10; ++kind)
+    regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
     CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
     CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
@@ -258,8 +257,6 @@ int main(int argc, char** argv) {
     CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, needed, rows);
     CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, needed, rows);
     CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, needed, rows);
-    CheckTerms<BFloat16>(num_ranks, regions[10], Way::kLines, false, kRows);
-    CheckTerms<Float32>(num_ranks, regions[11], Way::kLines, false, kRows);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

@@ -11,9 +11,11 @@ from jmx.ffi.peer import collectives
 from jmx.ffi.peer.library import library
 from jmx.parallel import needed, overlapped, summed
 from jmx.parallel.exchange import Call, Here, Names
-from jmx.parallel.gather import Gather
+from jmx.parallel.gather import Gather, gathered
+from jmx.parallel.scatter import scattered
+from jmx.parallel.wire import Coded
 from jmx.selection.environment import Environment
-from jmx.util.typing import Array, Float
+from jmx.util.typing import Array, Float, Shaped
 
 # Of a device's tokens, where GPUs do not access each other's arrays: memory of their own is kept for so many.
 MOST_BYTES = 8 << 20
@@ -62,7 +64,10 @@ class Peer:
             return Gather().apply(call, x, routing, here)
         if call.chunks > 1:
             return overlapped.overlapped(call, here.local, x, routing, here.arrays, here.first_experts)
-        return summed.summed(call, self.lines, here.local, x, routing, here.arrays, here.first_experts)
+        if not self.lines:
+            return summed.summed(call, here.local, x, routing, here.arrays, here.first_experts)
+        rows, everyones = gathered(Coded(call.wire, _with_lines), call.axes, x, routing)
+        return scattered(call.axes, True, here.local(here.arrays, rows, everyones))
 
 
 class PeerLines(Peer):
@@ -88,6 +93,10 @@ class PeerLines(Peer):
             f"{tokens} bytes of a device's tokens and {twice}{routing[0]} of their routing must be multiples of "
             f"{collectives.LINE_BYTES}, and at most {collectives.MOST_LINE_BYTES} together: use `peer`"
         )
+
+
+def _with_lines(arrays: tuple[Shaped[Array, "T _"], ...], axes: Names) -> list[Shaped[Array, "nT _"]]:
+    return collectives.all_gather(arrays, axes, True)
 
 
 def fault(num_ranks: int, platform: str | None = None) -> str | None:

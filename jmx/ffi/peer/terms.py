@@ -19,10 +19,10 @@ from jmx.ffi.peer.collectives import Names, Way, devices_of, num_ranks, result_t
 from jmx.ffi.peer.library import SCATTER_TERMS
 from jmx.util.typing import Array, Float, Float32, Int32, UInt32
 
-UNIT_BYTES, LINE_BYTES = 16, 12  # of which rows of results are a multiple, where they are no lines and where they are
+UNIT_BYTES = 16  # of which rows of results are a multiple, and those of terms
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@partial(jax.jit, static_argnums=(4, 5, 6))
 def reduce_scatter(
     rows: Float32[Array, "P R W"],
     row_of: Int32[Array, "nT k"],
@@ -31,7 +31,6 @@ def reduce_scatter(
     axes: Names,
     columns: int,
     dtype: Any,
-    lines: bool = False,
 ) -> Float[Array, "T columns"]:
     """This rank's tokens' sums over all ranks, in float32 and in the order of the ranks, of what each adds up.
 
@@ -43,10 +42,9 @@ def reduce_scatter(
             which are these. None: all may.
         axes: mesh axes along which ranks are.
         columns, dtype: of the result, and of what a rank adds up.
-        lines: whether few results are sent as lines.
     """
     tokens = row_of.shape[0] // num_ranks(axes)
-    way = way_of([tokens * columns * jnp.dtype(dtype).itemsize], lines) if ranks is None else Way.ARRAYS
+    way = way_of([tokens * columns * jnp.dtype(dtype).itemsize], lines=False) if ranks is None else Way.ARRAYS
     static = {"axes": axes, "num_ranks": num_ranks(axes), "columns": columns, "dtype": jnp.dtype(dtype)}
     return _scatter.bind(rows, row_of, weights, *(() if ranks is None else (ranks,)), way=way, **static)[0]
 

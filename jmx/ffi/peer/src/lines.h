@@ -170,10 +170,10 @@ JMX_UNROLL
 }
 
 // The sum over all of at most kRanks ranks, in float32 and in the order of the ranks, as `Reduce` of kernels.cu, for one
-// thread, of what `words_of` (rank, line) returns for that rank's lines.
-template <int kRanks, typename Element, typename Memory, typename WordsOfRank>
+// thread.
+template <int kRanks, typename Element, typename Memory>
 JMX_DEVICE void ReduceLinesOf(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
-                              unsigned long long thread, unsigned long long threads, WordsOfRank&& words_of) {
+                              unsigned long long thread, unsigned long long threads) {
   using Count = unsigned long long;
   constexpr int kElements = kLineData / sizeof(Element);
   union Lanes {
@@ -181,15 +181,16 @@ JMX_DEVICE void ReduceLinesOf(Memory& memory, const Ranks& ranks, const Arrays& 
     Element elements[kElements];
     JMX_DEVICE Lanes() {}
   };
-  const Count bytes = arrays.bytes[0], lines = NumLines(bytes);
+  const Count bytes = arrays.bytes[0], lines = NumLines(bytes), stride = arrays.whole ? 0 : bytes;  // of ranks' rows
   for (Count at = thread; at < lines; at += threads) {
     for (int i = 1; i < ranks.num_ranks; ++i) {
       const int other = (ranks.rank + i) % ranks.num_ranks;
-      memory.Store(LinesOf(ranks, other, call, ranks.rank) + at, LineOf(words_of(other, at), call));
+      const Words words = ReadWords(arrays.in[0] + other * stride, bytes, at);
+      memory.Store(LinesOf(ranks, other, call, ranks.rank) + at, LineOf(words, call));
     }
   }
   for (Count at = thread; at < lines; at += threads) {
-    const Words own = words_of(ranks.rank, at);
+    const Words own = ReadWords(arrays.in[0] + ranks.rank * stride, bytes, at);
     Words theirs[kRanks];
     Receive<kRanks>(
         memory, call, ((1u << ranks.num_ranks) - 1) & ~(1u << ranks.rank),
@@ -211,26 +212,15 @@ JMX_UNROLL
   }
 }
 
-// `ReduceLinesOf` for the number of ranks.
-template <typename Element, typename Memory, typename WordsOfRank>
-JMX_DEVICE void ReduceLinesOfAll(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
-                                 unsigned long long thread, unsigned long long threads, WordsOfRank&& words_of) {
-  if (ranks.num_ranks <= 2)
-    ReduceLinesOf<2, Element>(memory, ranks, arrays, call, thread, threads, words_of);
-  else if (ranks.num_ranks <= 4)
-    ReduceLinesOf<4, Element>(memory, ranks, arrays, call, thread, threads, words_of);
-  else
-    ReduceLinesOf<kMaxRanks, Element>(memory, ranks, arrays, call, thread, threads, words_of);
-}
-
-// Of the ranks' rows, or of all rows of each rank.
 template <typename Element, typename Memory>
 JMX_DEVICE void ReduceLines(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
                             unsigned long long thread, unsigned long long threads) {
-  const unsigned long long bytes = arrays.bytes[0], stride = arrays.whole ? 0 : bytes;
-  ReduceLinesOfAll<Element>(memory, ranks, arrays, call, thread, threads, [&](int rank, unsigned long long at) {
-    return ReadWords(arrays.in[0] + rank * stride, bytes, at);
-  });
+  if (ranks.num_ranks <= 2)
+    ReduceLinesOf<2, Element>(memory, ranks, arrays, call, thread, threads);
+  else if (ranks.num_ranks <= 4)
+    ReduceLinesOf<4, Element>(memory, ranks, arrays, call, thread, threads);
+  else
+    ReduceLinesOf<kMaxRanks, Element>(memory, ranks, arrays, call, thread, threads);
 }
 
 }  // namespace jmx

@@ -6,7 +6,6 @@
 
 #include "gpus.h"
 #include "launching.h"
-#include "lines.h"
 #include "region.h"
 #include "resources.h"
 #include "terms_of.h"
@@ -18,9 +17,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+constexpr size_t kUnit = 16;  // bytes, of which rows are a multiple
+
 struct Call {
   std::string function;
-  size_t unit = 16;  // bytes of what a thread sends at once, of which a row is a multiple
   int blocks = 0;
   Ranks ranks{};
   Arrays arrays{};
@@ -37,8 +37,8 @@ void Rule(bool kept, const char* what) {
 // from array to array, memory (n T, H), into which all ranks write theirs.
 Call CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::RemainingRets results) {
   const Way how = static_cast<Way>(way);
-  Rule(how == Way::kSlot || how == Way::kLines || how == Way::kArrays, "wrong way");
-  Rule(args.size() == 3 || (args.size() == 4 && how != Way::kLines), "wrong number of arrays");
+  Rule(how == Way::kSlot || how == Way::kArrays, "wrong way");
+  Rule(args.size() == 3 || args.size() == 4, "wrong number of arrays");
   Rule(results.size() == (how == Way::kArrays ? 2 : 1), "wrong number of results");
   const auto rows = args.get<ffi::AnyBuffer>(0), row_of = args.get<ffi::AnyBuffer>(1), weights = args.get<ffi::AnyBuffer>(2);
   auto out = results.get<ffi::AnyBuffer>(0);
@@ -53,15 +53,12 @@ Call CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::Remai
   const auto type = (*out)->element_type();
   Rule(type == ffi::BF16 || type == ffi::F16 || type == ffi::F32, "wrong type");
   Call call;
-  if (how == Way::kLines) call.unit = kLineData;
-  Rule(bytes / tokens % call.unit == 0 && group.size() * bytes / call.unit < size_t{1} << 32, "wrong sizes of results");
-  Rule(row_bytes % (how != Way::kLines ? 16 : type == ffi::F32 ? 4 : 8) == 0, "rows that are no whole units");
-  Rule(how != Way::kLines || bytes <= kMostLineData, "results that cannot be lines");
+  Rule(bytes / tokens % kUnit == 0 && group.size() * bytes / kUnit < size_t{1} << 32, "wrong sizes of results");
+  Rule(row_bytes % kUnit == 0, "rows that are no whole units");
   call.function = std::string("reduce_") + (type == ffi::BF16 ? "bf16" : type == ffi::F16 ? "f16" : "f32") + "_terms";
   call.arrays.count = 1;
   call.arrays.out[0] = static_cast<char*>((*out)->untyped_data());
   call.arrays.bytes[0] = bytes;
-  if (how == Way::kLines) call.function += "_lines";
   if (how == Way::kArrays) {
     auto written = results.get<ffi::AnyBuffer>(1);
     Rule(written.has_value() && (*written)->size_bytes() == group.size() * bytes, "wrong memory of sums");
@@ -82,7 +79,7 @@ Call CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::Remai
   call.terms.row_bytes = row_bytes;
   call.terms.part_bytes = rows->dimensions()[1] * row_bytes;
   call.terms.tokens = static_cast<unsigned>(tokens);
-  call.terms.units = static_cast<unsigned>(bytes / tokens / call.unit);
+  call.terms.units = static_cast<unsigned>(bytes / tokens / kUnit);
   call.terms.parts = static_cast<int>(rows->dimensions()[0]);
   call.terms.slots = static_cast<int>(slots);
   return call;
@@ -90,10 +87,9 @@ Call CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::Remai
 
 // Gives a call the ranks' regions, one for each kind and size of calls, which are made when the first rank asks.
 void GiveRegions(const Group& group, Call& call) {
-  const size_t bytes = call.arrays.bytes[0], of_cta = kThreads * call.unit;
-  const size_t in_slot = call.unit == kLineData ? NumLines(bytes) * kLineBytes : bytes;
+  const size_t bytes = call.arrays.bytes[0], of_cta = kThreads * kUnit;
   call.blocks = static_cast<int>(std::clamp<size_t>((bytes + of_cta - 1) / of_cta, 1, kMaxBlocks));
-  call.ranks.slot_bytes = call.arrays.out[1] != nullptr ? 0 : (in_slot + 127) / 128 * 128;
+  call.ranks.slot_bytes = call.arrays.out[1] != nullptr ? 0 : (bytes + 127) / 128 * 128;
   call.ranks.rank = group.rank;
   call.ranks.num_ranks = group.size();
   const std::string key = call.function + " " + std::to_string(call.blocks) + " " + std::to_string(bytes);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "calls.h"
-#include "lines.h"
 #include "region.h"
 #include "terms_of.h"
 #include "units.h"
@@ -14,11 +13,11 @@ using jmx::Terms;
 constexpr int kTerms = 4;  // that a thread reads before it adds any
 constexpr int kMany = 4;   // units of a thread, above which links are busy for longer than flags take
 
-// A unit of a token's sum, in float32 and in the order of its slots, rounded once. `Load`: floats that are read at once.
-template <typename Unit, typename Load, typename Element>
-__device__ Unit SumOf(const Terms& terms, u32 token, u32 unit) {
-  constexpr int kElements = sizeof(Unit) / sizeof(Element), kEach = sizeof(Load) / sizeof(float), kLoads = kElements / kEach;
-  using Floats = Lanes<Load, Float32>;
+// A unit of a token's sum, in float32 and in the order of its slots, rounded once.
+template <typename Element>
+__device__ uint4 SumOf(const Terms& terms, u32 token, u32 unit) {
+  constexpr int kElements = sizeof(uint4) / sizeof(Element), kEach = sizeof(uint4) / sizeof(float), kLoads = kElements / kEach;
+  using Floats = Lanes<uint4, Float32>;
   float sum[kElements] = {};
   for (int first = 0; first < terms.slots; first += kTerms) {
     const char* from[kTerms];
@@ -35,7 +34,7 @@ __device__ Unit SumOf(const Terms& terms, u32 token, u32 unit) {
     for (int i = 0; i < kTerms; ++i)
 #pragma unroll
       for (int k = 0; k < kLoads; ++k)
-        if (from[i] != nullptr) found[i][k].unit = Read<Load>(from[i], k);
+        if (from[i] != nullptr) found[i][k].unit = Read<uint4>(from[i], k);
     for (int part = 1; part < terms.parts; ++part) {
 #pragma unroll
       for (int i = 0; i < kTerms; ++i)
@@ -43,7 +42,7 @@ __device__ Unit SumOf(const Terms& terms, u32 token, u32 unit) {
         for (int k = 0; k < kLoads; ++k) {
           if (from[i] == nullptr) continue;
           Floats more;
-          more.unit = Read<Load>(from[i] + part * terms.part_bytes, k);
+          more.unit = Read<uint4>(from[i] + part * terms.part_bytes, k);
 #pragma unroll
           for (int e = 0; e < kEach; ++e) found[i][k].elements[e].value += more.elements[e].value;
         }
@@ -56,7 +55,7 @@ __device__ Unit SumOf(const Terms& terms, u32 token, u32 unit) {
         for (int e = 0; e < kEach; ++e)
           if (from[i] != nullptr) sum[kEach * k + e] += found[i][k].elements[e].value * weights[i];
   }
-  Lanes<Unit, Element> result;
+  Lanes<uint4, Element> result;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
   return result.unit;
@@ -90,7 +89,7 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   const auto send = [&](u64 at, int rank) {
     if ((ranks_of(rank, at) >> ranks.rank & 1) == 0) return;
     reinterpret_cast<uint4*>(to[rank * jmx::kMaxArrays])[at] =
-        SumOf<uint4, uint4, Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
+        SumOf<Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
   };
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
   const bool many = share.Size() > kMany * jmx::kThreads;
@@ -101,19 +100,6 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   Await(ranks, call);
   AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
                              [&](u64 at) { return ranks_of(ranks.rank, at); });
-  End(ranks, call);
-}
-
-// `ReduceTerms` by lines, of which a row has a whole number.
-template <typename Load, typename Element>
-__device__ void ReduceTermsLines(const Ranks& ranks, const Arrays& arrays, const Terms& terms) {
-  const Call call = Begin(ranks);
-  SystemMemory memory;
-  const u64 thread = blockIdx.x * u64{blockDim.x} + threadIdx.x, threads = gridDim.x * u64{blockDim.x};
-  jmx::ReduceLinesOfAll<Element>(memory, ranks, arrays, call, thread, threads, [&](int rank, u64 at) {
-    const u32 line = static_cast<u32>(at);
-    return SumOf<jmx::Words, Load, Element>(terms, rank * terms.tokens + line / terms.units, line % terms.units);
-  });
   End(ranks, call);
 }
 
