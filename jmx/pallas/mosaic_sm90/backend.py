@@ -108,6 +108,24 @@ class MosaicSm90(LimitedBackend):
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
+        of_work = self._products(problem, x, routing, experts, environment)
+
+        def products(work: Work) -> Float[Array, "P R H"]:
+            return of_work(work)[..., : x.shape[-1]]
+
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
+
+    def terms(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> grouped.Terms:
+        products = self._products(problem, x, routing, experts, environment)
+        return grouped.terms(problem, routing, self.tiling(problem, environment), products)
+
+    def _products(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> Callable[[Work], Float[Array, "P R W"]]:
+        """Computes the results of blocks' rows, with padding after their columns."""
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows
         from jmx.pallas.mosaic_sm90.grouped_gemm import Product
@@ -131,7 +149,7 @@ class MosaicSm90(LimitedBackend):
             rows = ordered_rows(given.values[:, : x.shape[1]], tokens, order, of_experts)
             return RoundedRows(rows, given.take(tokens)), blocks._replace(x_rows=ROW_ALIGNMENT)
 
-        def products(work: Work) -> Float[Array, "P R H"]:
+        def products(work: Work) -> Float[Array, "P R W"]:
             rows, blocks = rows_and_blocks(work)
             first = Product(
                 gate_up,
@@ -156,10 +174,9 @@ class MosaicSm90(LimitedBackend):
                 dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
                 both = dataclasses.replace(first, dtype=dtype), second
                 out = _rounded_products(problem, experts, rows.values, both, blocks, launched)
-            return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
+            return out.reshape(config.split_k, work.num_rows, -1)
 
-        tiling = self.tiling(problem, environment)
-        return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
+        return products
 
     def apply_saving(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
