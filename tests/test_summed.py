@@ -173,9 +173,7 @@ def test_sums_are_those_of_their_definition(
 
     def scatter(parts: Any, row_of: Any) -> jax.Array:
         needed_by = jnp.asarray(bits) if way == "needed" else None
-        return terms.reduce_scatter(
-            parts[0], row_of[0], jnp.asarray(weights), needed_by, ("ep",), columns, dtype, way == "lines"
-        )
+        return terms.reduce_scatter(parts[0], row_of[0], jnp.asarray(weights), needed_by, ("ep",), columns, dtype)
 
     run = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
     arrays = jax.device_put((parts, row_of.astype(np.int32)), NamedSharding(mesh, P("ep")))
