@@ -106,8 +106,7 @@ def _take_saved_experts(model: Model, format: jmx.Format, path: str | os.PathLik
 
 def _like_saved(model: Model, experts: jmx.Experts, format: jmx.Format, saved: Mapping[str, Any]) -> jmx.Experts:
     order = saved.get("gate_up_order")
-    sizes = model.config.num_experts, experts.hidden_size, experts.intermediate_size
-    num_experts, hidden, inner = sizes
+    num_experts, hidden, inner = model.config.num_experts, experts.hidden_size, experts.intermediate_size
     rows = inner if order is None else 2 * inner
     biases = [None, None]
     if experts.gate_up_bias is not None:
