@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention import results
 from benchmarks.layer import PEERS, peer_shape
-from benchmarks.worker import Worker
+from benchmarks.worker import LIMITS, Worker
 from jmx.perf import bench, roofline
 from jmx.perf.roofline import Limits, Report, Row
 from jmx.perf.settings import Settings
@@ -33,7 +33,6 @@ from jmx.selection.select import NoBackendError
 from jmx.util.checks import check_one_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIMITS = "limits"  # the system of the process that measures the machine
 BACKENDS = ("mosaic", "cutlass", "triton", "xla")
 TOKENS = "1,4,16,64,256,1024,4096,8192"
 

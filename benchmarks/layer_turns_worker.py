@@ -20,12 +20,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 
 from benchmarks.system_process import begin, described, report
+from benchmarks.worker import LIMITS
 from jmx.perf import bench
 from jmx.perf.shapes import Shape, routed_shape
 from jmx.selection.costs import times_bfloat16
 from jmx.selection.environment import Environment
-
-LIMITS = "limits"
 
 
 class Program(NamedTuple):
