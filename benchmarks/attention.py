@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention_cases import SYSTEMS, Case, all_cases
-from benchmarks.worker import Worker
+from benchmarks.worker import LIMITS, Worker
 from jmx.util import atomic_files
 
 WORKER = pathlib.Path(__file__).resolve().parent / "attention_worker.py"
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"`--cases` (={arguments.cases!r}) must be a part of a case: {'; '.join(map(str, all_cases()))}")
     start = time.monotonic()
     end = start + arguments.limit
-    limits, workers = worker_of("limits", []), [worker_of(system, cases) for system in systems]
+    limits, workers = worker_of(LIMITS, []), [worker_of(system, cases) for system in systems]
     rows: list[dict[str, Any]] = []
     try:
         for worker in (limits, *workers):  # which use the card, too: XLA times products to choose among them

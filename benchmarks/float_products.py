@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention import results
 from benchmarks.float_products_cases import PASSES, ROLES, SYSTEMS, TOKENS, Case, all_cases
-from benchmarks.worker import Worker
+from benchmarks.worker import LIMITS, Worker
 from jmx.perf.shapes import MODELS
 from jmx.util import atomic_files
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     cases = all_cases(given["models"], given["roles"], given["passes"], [int(count) for count in given["tokens"]])
     start = time.monotonic()
     end = start + arguments.limit
-    limits = worker_of("limits", [])
+    limits = worker_of(LIMITS, [])
     workers: list[tuple[Worker, list[Case]]] = []
     rows: list[dict[str, Any]] = []
     try:

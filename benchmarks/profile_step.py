@@ -34,7 +34,11 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = ("flash_decode", "jmx_one_token_attention")  # beginnings of names: each layer has one such kernel
+ONCE_A_LAYER = (
+    "flash_decode",
+    "jmx_one_token_attention",
+    "jmx_few_tokens_attention",
+)  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.
@@ -58,9 +62,15 @@ BEGINNINGS = {
     "jmx_one_token_attention": 2,
     "jmx_one_token_out": 3,
     "jmx_one_token_router": 4,
+    "jmx_few_tokens_heads": 1,
+    "jmx_few_tokens_attention": 2,
+    "jmx_few_tokens_out": 3,
+    "jmx_few_tokens_router": 4,
 }
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2
+OVERLAP = 1.0  # us by which a kernel begins before the last one ends, if they are shown below each other
+LANE = 0.7  # height of a bar
 
 
 def main() -> int:
@@ -226,20 +236,26 @@ def draw(profile: dict[str, Any], path: str) -> None:
 
 
 def draw_layers(axes: Any, step: Sequence[Kernel], parts: Sequence[str]) -> None:
-    """The kernels of the first layers, with names."""
+    """The kernels of the first layers, with names. One that begins while another runs is below that."""
     heads = [*PARTS][1]
     begin = [i for i, part in enumerate(parts) if part == heads and (i == 0 or parts[i - 1] != heads)]
     shown = range(begin[0], begin[LAYERS_SHOWN])
+    first, until, lane = step[begin[0]].start, 0.0, 0
     for i in shown:
-        kernel, first = step[i], step[begin[0]].start
+        kernel = step[i]
         start, end = kernel.start - first, kernel.end - first
-        axes.barh(0, end - start, 1, start, color=PARTS[parts[i]], linewidth=0, snap=False)
-        short = re.match(r"(jmx_[a-z]+|flash_decode|mosaic)", kernel.name)
-        text = re.sub(r"_\d+$", "", kernel.name) if short is None else short[1]
-        if short is not None and short[1] == "flash_decode":
+        lane = lane + 1 if start < until - OVERLAP else 0
+        until = end
+        axes.barh(-LANE * lane, end - start, LANE, start, color=PARTS[parts[i]], linewidth=0, snap=False)
+        short = re.match(r"(?:jmx_(?:one_token_|few_tokens_)?([a-z]+)|(flash_decode|mosaic))", kernel.name)
+        text = re.sub(r"_\d+$", "", kernel.name) if short is None else short[1] or short[2]
+        if text == "flash_decode":
             text += re.sub(r".*?(_splits\d+)(_window\d+)?.*", r"\1\2", kernel.name)
-        axes.text((start + end) / 2, 0.58, text, rotation=50, fontsize=8, rotation_mode="anchor")
-    axes.set_ylim(-0.5, 2.9)
+        if lane:
+            axes.text(end, -LANE * lane, " " + text, va="center", fontsize=8)
+        else:
+            axes.text((start + end) / 2, 0.6 * LANE, text, rotation=50, fontsize=8, rotation_mode="anchor")
+    axes.set_ylim(-4 * LANE, 4 * LANE)
     axes.set_title(
         f"its first {LAYERS_SHOWN} layers: the first attends to a window, the second to all tokens", fontsize=11
     )

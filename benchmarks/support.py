@@ -130,10 +130,10 @@ def cell(backend: Backend, places: Sequence[Target], format: str, input_format: 
 def measured(directory: pathlib.Path) -> Measured:
     """The times in a directory's reports.
 
-    If several have the same, reports made for formats take precedence, then those of more token counts, then the
-    latest.
+    If several have the same, reports made for formats take precedence, then those up to more tokens, then those of more
+    token counts, then the latest.
     """
-    ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int, str], Cell]] = {}
+    ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int, int, str], Cell]] = {}
     for file in sorted(directory.glob("*.json")):
         report = json.loads(file.read_text())
         if not isinstance(report, dict) or "rows" not in report:  # of a server, or of training
@@ -148,7 +148,7 @@ def measured(directory: pathlib.Path) -> Measured:
             for shape, by_tokens in by_shape.items():
                 ends = min(by_tokens), max(by_tokens)
                 source = Source(report["device"], shape, ends)
-                rank = "formats" in file.stem, len(by_tokens), report["date"]
+                rank = "formats" in file.stem, ends[1], len(by_tokens), report["date"]
                 if key not in ranked or rank > ranked[key][0]:
                     ranked[key] = rank, Cell(None, source, (by_tokens[ends[0]], by_tokens[ends[1]]))
     return {key: cell for key, (_, cell) in ranked.items()}

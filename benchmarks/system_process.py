@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.worker import LIMITS
 from jmx.perf.machine import describe_machine, measure_limits
 
 
@@ -24,9 +25,9 @@ def begin(system: str, compiled: int) -> bool:
     print(json.dumps({"compiled": compiled}), flush=True)
     if not sys.stdin.readline():
         return False
-    if system == "limits":
+    if system == LIMITS:
         print(json.dumps(_limits()), flush=True)
-    return system != "limits"
+    return system != LIMITS
 
 
 def report(

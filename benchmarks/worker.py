@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+LIMITS = "limits"  # the system of the process that measures the machine
+
 
 class Worker:
     """The process of a command. `name`: what it measures; `variables`: added to its environment."""

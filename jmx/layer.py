@@ -16,6 +16,7 @@ from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
+from jmx.engines.grouped import Terms
 from jmx.experts import Experts, ShardedExperts, padding
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
@@ -25,6 +26,7 @@ from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
+from jmx.parallel.summed import terms_of
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, route
@@ -122,20 +124,19 @@ def moe_of_some(
     *,
     adapters: Adapters | None = None,
     **settings: Any,
-) -> Float[Array, "T H"]:
+) -> Float[Array, "T H"] | Terms:
     """`moe` of some of the experts among which tokens are routed; what others would add to a token is left out.
 
-    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts.
+    Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts. With
+    `combine=False` a token's rows are not summed where that is a step of its own; there is no derivative then.
     """
     return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some)
 
 
-def _undivided(
-    tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None
-) -> Float[Array, "*tokens H"]:
-    """`moe` of experts that no mesh divides. `some`: which; None: all."""
+def _undivided(tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None) -> Any:
+    """`moe` of experts that no mesh divides, or its `Terms`, see `moe_of_some`. `some`: which experts; None: all."""
     (x, routing, mask), (experts, adapters) = tokens, weights
-    activation, weights_on, input_format, backend, save_gate_up = settings
+    activation, weights_on, input_format, backend, save_gate_up, combine = settings
     beside: Beside = adapters
     if isinstance(experts, MasterExperts):
         if adapters is not None:
@@ -152,11 +153,11 @@ def _undivided(
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
     problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted, num_routed)
-    static = _Static(problem, environment, backend, save_gate_up)
+    static = _Static(problem, environment, backend, save_gate_up, combine)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
         return _on_one_device(tokens, (experts, beside), static, None if num_routed is None else some)
-    return _on_devices(tokens.for_jit(), (experts, beside), static, of_tokens)
+    return _on_devices(tokens.for_jit(), (experts, beside), static._replace(combine=True), of_tokens)
 
 
 def batched_moe(
@@ -224,13 +225,14 @@ Beside = Adapters | autodiff.Sources | None
 
 
 class _Settings(NamedTuple):
-    """Static arguments of `moe`, by their names there."""
+    """Static arguments of `moe`, by their names there, and `combine` of `moe_of_some`."""
 
     activation: Activation
     weights_on: str = "output"
     input_format: str | None = None
     backend: str | None = None
     save_gate_up: bool = False
+    combine: bool = True
 
 
 def _divided(
@@ -295,8 +297,9 @@ def _of_this_device(
         routing = flat_routing(routing, x.shape[:-1], mask)
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
 
-    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any) -> Float[Array, "T H"]:
-        return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **settings._asdict())
+    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any, combine: bool = True) -> Any:
+        its = settings._replace(combine=combine)
+        return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **its._asdict())
 
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
@@ -316,24 +319,27 @@ def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: A
 
 
 class _Static(NamedTuple):
-    """Static arguments of a call; `backend`: the one that must run, or None; `save_gate_up`: as of `moe`."""
+    """Static arguments of a call; `backend`: the one that must run, or None; the last two as those of `_Settings`."""
 
     problem: Problem
     environment: Environment
     backend: str | None
     save_gate_up: bool
+    combine: bool
 
 
-def _on_one_device(
-    tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None
-) -> Float[Array, "*tokens H"]:
-    """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
+def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None) -> Any:
+    """`moe` of checked arguments, none of which an Explicit mesh axis splits; or its `Terms`, see `moe_of_some`."""
     experts, beside = weights
     check_not_divided(experts.arrays())
     x, routing, mask = tokens
     flat = x.reshape(-1, x.shape[-1])
     first = None if some is None else some.first
     routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static, first=first))
+    if not static.combine and beside is None:
+        its = with_tokens(static.problem, flat.shape[0])
+        if (terms := terms_of(its, flat, routing, experts, static.environment, static.backend)) is not None:
+            return terms
     return _run(flat, routing, experts, beside, static).reshape(x.shape)
 
 

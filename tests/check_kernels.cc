@@ -1,5 +1,6 @@
 // jmx/ffi/peer/src/kernels.cu on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to
-// array, and of rows that are needed, and each result is checked. Memory of results begins as NaN.
+// array, of rows that are needed, and of rows that are a token's terms, and each result is checked. Memory of results
+// begins as NaN.
 //
 //     check_kernels RANKS CALLS
 #include "kernels.cu"
@@ -13,10 +14,12 @@ namespace {
 
 constexpr int kTokens = 11, kRows = 7, kWidth = 12, kTopK = 3, kEach = 4;  // of a rank; of a row; of a token; of a rank
 constexpr int kBlocks = 2;
-constexpr std::size_t kSlotBytes = 4096;
+constexpr std::size_t kSlotBytes = 4096, kManyBytes = 1400 * 96;
 
 std::mt19937 random_bits(1);
 int failures = 0;
+
+using jmx::Way;
 
 template <typename T>
 using OfRanks = std::vector<std::vector<T>>;
@@ -191,17 +194,69 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
   }
 }
 
+// Sums of terms, some of which no rank has, of the last tokens of each rank, of which there are `each`. `needed`: ranks
+// without a term of a token have no bit, perhaps.
+template <typename Element>
+void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int each) {
+  constexpr int width = 24;  // of a row: whole units of both types
+  const int tokens = each + 4, all = num_ranks * each, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
+  const unsigned bytes = width * sizeof(Element);
+  const std::size_t count = 9;  // of terms
+  Floats rows = Drawn(num_ranks, parts * count * stride), weights = Drawn(num_ranks, all * slots);
+  Floats total = Empty(num_ranks, each * width), written = Empty(num_ranks, all * width);
+  OfRanks<int> row_of(num_ranks, std::vector<int>(all * slots));
+  std::vector<unsigned> bits(num_ranks * tokens);
+  for (int i = 0; i < all * slots; ++i) {
+    const int mine = static_cast<int>(random_bits() % (num_ranks + 1)), token = i / slots;
+    for (int rank = 0; rank < num_ranks; ++rank) row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
+    unsigned& its = bits[token / each * tokens + tokens - each + token % each];
+    if (mine < num_ranks) its |= 1u << mine;
+    if (i % 5 == 0) its |= 1;
+  }
+  Run(num_ranks, [&](int rank) {
+    Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {static_cast<unsigned long long>(each) * bytes}, 1, false};
+    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() + tokens - each : nullptr,
+                      count * stride * 4, stride * 4u, static_cast<unsigned>(tokens), static_cast<unsigned>(each), bytes / 16, parts, slots};
+    constexpr bool kFloats = sizeof(Element) == 4;
+    if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
+    (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
+  });
+  for (int rank = 0; rank < num_ranks; ++rank)
+    for (int i = 0; i < each * width; ++i) {
+      float sum = 0;
+      for (int other = 0; other < num_ranks; ++other) {
+        float of_rank = 0;
+        for (int slot = 0; slot < slots; ++slot) {
+          const int at = (rank * each + i / width) * slots + slot, row = row_of[other][at];
+          if (row < 0) continue;
+          float term = Of(rows, other)[row * stride + i % width];
+          if (parts == 2) term += Of(rows, other)[(count + row) * stride + i % width];
+          of_rank += term * Of(weights, other)[at];
+        }
+        sum += Element::Round(of_rank).Widen();
+      }
+      Expect(reinterpret_cast<Element*>(Bytes(total, rank))[i].Widen() == Element::Round(sum).Widen());
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
-  for (int kind = 0; kind < 6; ++kind) regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : 0);
+  for (int kind = 0; kind < 10; ++kind)
+    regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
     CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
     CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
     CheckNeeded(num_ranks, regions[4], regions[5], call % 2 == 1);
+    const bool needed = call % 2 == 1;
+    const int rows = call / 2 % 2 == 1 ? 1400 : kRows;  // these are so many that a rank's own sums are not the last
+    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, needed, rows);
+    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, needed, rows);
+    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, needed, rows);
+    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, needed, rows);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

@@ -8,6 +8,7 @@ from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 # Of the formats beyond MXFP4, one of each kind of arrays.
 KINDS = [
     "nvfp4",
+    "mxfp8",
     "mxint4",
     "int4_g128_order",
     "int4_g32_asym",

@@ -21,6 +21,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 using std::max;
 using std::min;
@@ -214,7 +215,10 @@ inline void Copy(void* to, const void* from, u32 bytes, u64* at) {
   Arrive(at);
   emulated::copying.push_back({to, from, bytes, at});
 }
-inline void Sync() { emulated::Meet(emulated::ThisCta().products, kThreads); }
+template <int kNumber = kThreads>
+void Sync() {
+  emulated::Meet(emulated::ThisCta().products, kNumber);
+}
 inline void BeginNext() {}
 inline void AwaitLast() {}
 inline void SyncCluster() { emulated::Meet(emulated::of_cluster, emulated::ctas.size() * emulated::num_threads); }

@@ -114,6 +114,7 @@ ROUNDED = [  # weights, inputs, tokens, hidden and intermediate size
     pytest.param("int8_channel", "int8_token", 4096, 512, 640, id="int8-int8_token-large", marks=pytest.mark.slow),
     pytest.param("int4_g64_order", "int8_token", 64, 512, 640, id="order-int8_token", marks=pytest.mark.slow),
     pytest.param("mxint4", "mxfp8", 256, 512, 640, id="mxint4-mxfp8", marks=pytest.mark.slow),
+    pytest.param("mxfp8", "mxfp8", 4096, 288, 352, id="mxfp8-mxfp8-large"),
 ]
 
 
@@ -152,6 +153,7 @@ GRADIENTS = [  # weights, tokens, gate
     pytest.param("int8_g64_asym", 4096, "interleaved", id="int8_g64_asym-large", marks=pytest.mark.slow),
     pytest.param("fp8_block", 4096, "interleaved", id="fp8_block-large", marks=pytest.mark.slow),
     pytest.param("fp8_channel", 64, None, id="fp8_channel", marks=pytest.mark.slow),
+    pytest.param("mxfp8", 4096, "interleaved", id="mxfp8-large", marks=pytest.mark.slow),
 ]
 
 

@@ -165,6 +165,7 @@ def test_rope_entries_that_leave_truncate_out_mean_what_transformers_takes_them_
         ("[]", "must be a JSON object, not list"),
         ('{"vocab_size": ' + "1" * 5000 + "}", "the file must be JSON: Exceeds the limit"),
         (HF | {"rope_theta": 10**400}, "must be a positive number"),
+        (HF | {"rope_theta": 1}, "`rope_theta` (=1.0) must be above 1 for YaRN"),
         (HF | {"num_local_experts": None}, "`num_local_experts` or `num_experts` is missing"),
         ({k: v for k, v in HF.items() if k != "vocab_size"}, "`vocab_size` is missing"),
         ({k: v for k, v in HF.items() if k != "rope_scaling"}, "`rope.factor` or `rope_scaling_factor` is missing"),

@@ -189,6 +189,10 @@ CASES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
         lambda t: t.update({n: t[n][:-1] for n in t if n.endswith("0.mlp.experts.1.up_proj.weight")}),
         r"must be as that of expert 0 of 'model.layers.0.mlp.experts': \(160, 128\)",
     ),
+    "bias": (
+        lambda t: t.update({f"model.layers.1.mlp.experts.{e}.down_proj.bias": np.ones(H, BF16) for e in range(E)}),
+        r"'model.layers.1.mlp.experts': all of .* must have a bias, or none, but \['down'\] have one",
+    ),
     "name": (
         lambda t: t.update({"model.layers.0.mlp.experts.0.side_proj.weight": t["lm_head.weight"]}),
         "must be of .*'gate_proj', 'up_proj', 'down_proj'.* but are of .*side_proj",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -42,8 +43,11 @@ def test_it_is_small_and_its_config_is_of_gpt_oss():
     assert config["quantization_config"]["quant_method"] == "mxfp4"
 
 
+ON_CPUS = pytest.mark.skipif(jax.default_backend() != "cpu", reason="`cpu` runs on CPUs")
+
+
 @pytest.mark.costly
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("mosaic", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=ON_CPUS), pytest.param("mosaic", marks=pytest.mark.gpu)])
 def test_a_part_of_the_text_that_it_was_not_trained_on_takes_the_same_few_bits_on_all_backends(backend):
     """Beside `xla`, in float32: activations in bfloat16 change the bits of this part by 6e-5."""
     part, dtype = UNSEEN[:8000].rpartition(b"\n")[0], jnp.bfloat16 if backend == "mosaic" else jnp.float32

@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 from model_steps import relative_error
 
 import jmx
+from jmx.ffi.peer import collectives
 from jmx.parallel import needed, peer
 
-E, H, T, K = 16, 256, 8, 4  # T tokens a device
+E, H, T, K = 16, 384, 8, 4  # T tokens a device
 AXES = "dp", "ep"
 
 
@@ -59,7 +60,8 @@ class Battery:
 
     Args:
         sizes: of the mesh axes.
-        exchanges: with the numbers of chunks; "peer_needed" is `peer` from array to array, of rows that are needed.
+        exchanges: with the numbers of chunks; "peer_arrays" is `peer` from array to array, "peer_needed" likewise, but
+            of rows that are needed.
         num_calls: with delays.
     """
 
@@ -68,7 +70,8 @@ class Battery:
         self.mesh, rows = mesh, NamedSharding(mesh, P(AXES))
         x = jax.random.normal(jax.random.key(1), (mesh.size * T, H), jnp.bfloat16)
         logits = jax.random.normal(jax.random.key(2), (mesh.size * T, E))
-        experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved")
+        # In the layout of a backend whose rows are summed as they are sent.
+        experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved").prepare("mosaic_sm90")
         self.expected = jax.jit(layer)(x, logits, experts)
         self.expected_gradients = jax.jit(jax.grad(loss, (0, 1)))(x, logits, experts)
         by_expert = jax.device_put(experts, NamedSharding(mesh, P("ep")))
@@ -79,12 +82,14 @@ class Battery:
         self.programs: dict[str, list[Any]] = {}
         with ThreadPoolExecutor() as pool:
             for exchange, chunks in exchanges:
-                name = exchange.removesuffix("_needed")
+                name = exchange.removesuffix("_needed").removesuffix("_arrays")
                 split = jmx.Split(expert="ep", tokens=AXES, exchange=name, chunks=chunks, mesh=mesh)
                 body = partial(calls_with_delays, split=dataclasses.replace(split, mesh=None))
                 late = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
                 with contextlib.ExitStack() as stack:
-                    if name != exchange:
+                    if exchange == "peer_arrays":
+                        stack.enter_context(mock.patch.object(collectives, "LEAST_ARRAY_BYTES", 0))
+                    if exchange == "peer_needed":
                         stack.enter_context(mock.patch.object(needed, "LEAST_BYTES", 0))
                         stack.enter_context(mock.patch.object(needed, "MOST_SHARE", 1.0))
                     jax.clear_caches()
@@ -93,8 +98,11 @@ class Battery:
                         jax.jit(jax.grad(partial(loss, split=split), (0, 1))).lower(*self.arguments),
                         jax.jit(late).lower(*self.arguments, y, self.delays),
                     ]
-                if name != exchange and sizes[1] > 1:
-                    assert all("jmx_peer_gather_needed" in its.as_text() for its in (lowered[0], lowered[2]))
+                texts = [its.as_text() for its in (lowered[0], lowered[2])]
+                if exchange == "peer_needed" and sizes[1] > 1:
+                    assert all("jmx_peer_gather_needed" in text for text in texts)
+                if name == "peer" and chunks == 1 and sizes[1] > 1:
+                    assert all("jmx_peer_scatter_terms" in text for text in texts)
                 self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
 
     def check(self) -> None:
@@ -119,7 +127,8 @@ def battery(shape: str) -> Battery | None:
     sizes = {"1xN": (1, count), "2xN/2": (2, count // 2), "Nx1": (count, 1)}[shape]
     exchanges = [("gather", 1), ("rows", 1)]
     if not peer.fault(2):
-        exchanges += [("peer", 1), ("peer_lines", 1), ("peer", 3), ("peer_needed", 1), ("peer_needed", 3)]
+        exchanges += [("peer", 1), ("peer_lines", 1), ("peer_arrays", 1)]
+        exchanges += [("peer", 3), ("peer_needed", 1), ("peer_needed", 3)]
     return Battery(sizes, exchanges, int(os.environ.get("JMX_TEST_CALLS", "1000")))
 
 

@@ -69,6 +69,7 @@ def test_results_have_the_same_bits(name, order, key, rng):
     jax.tree.map(np.testing.assert_array_equal, back.arrays(), experts.arrays())
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="`cpu` runs on CPUs")
 def test_results_of_the_cpu_kernels_have_the_same_bits(key, rng):
     experts = Experts.random(key, 4, H, I, gate_up_order="interleaved", format="mxfp4")
     _, _, run = call(rng, experts, "cpu")
@@ -136,13 +137,14 @@ def test_a_module_and_its_router_see_the_true_sizes(key, rng):
     padded.router.kernel.set_value(plain.router.kernel[...])
     assert padded.router.kernel.shape == (H, 4)
     x = rng.normal(size=(2, 3, H)).astype(np.float32)
-    np.testing.assert_array_equal(padded(x), plain(x))
+    atol = 0 if jax.default_backend() == "cpu" else 2e-6  # GPU libraries choose their products by size
+    np.testing.assert_allclose(padded(x), plain(x), rtol=0, atol=atol)
 
     def loss(x, layer):
         return (layer(x) ** 2).sum()
 
     gradients = [nnx.grad(loss, argnums=0)(jnp.asarray(x), layer) for layer in (padded, plain)]
-    np.testing.assert_array_equal(*gradients)
+    np.testing.assert_allclose(*gradients, rtol=0, atol=10 * atol)
     text = str(jmx.explain(padded, jnp.asarray(x)))
     assert f"H={H} (padded to 256), I={I}, mxfp4" in text.replace("\n", " ")
     assert "padded" not in str(jmx.explain(plain, jnp.asarray(x)))

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import export
 from model_steps import decode_step, relative_error
 
-from jmx.models import few_rows, from_source, random_source
+from jmx.models import few_rows, from_source, layers, random_source
 from jmx.models.families import FAMILIES
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.pallas.few_rows import choice, heads, linear
@@ -405,3 +405,33 @@ def test_a_step_compiles_for_an_h200_to_few_kernels(tmp_path, rows):
     # A layer has heads, attention, its splits' sum where keys are split, the output product, the router, the routing,
     # experts, and their sum; and there are the embedding, angles, copies of both caches, the last norm, and logits.
     assert len(launched) - 1 <= 2 * 8 + 8
+
+
+# Products of many tokens, which XLA's kernels compute
+
+
+@INTERPRETED
+@pytest.mark.parametrize("tokens", [layers.ROUNDED_TOKENS - 1, layers.ROUNDED_TOKENS])
+def test_rounded_products_are_those_in_float32_but_for_rounding(rng, tokens):
+    linear = layers.Linear(64, 48, bias=True, dtype=BF16, rngs=nnx.Rngs(0))
+    assert linear.bias is not None
+    linear.bias[...] = draw(rng, 48)
+    x, residual = draw(rng, 1, tokens, 64), draw(rng, 1, tokens, 48)
+    expected = linear(x)
+    assert expected.dtype == jnp.float32
+    rounded, added = linear.rounded(x), linear.add_to(residual, x)
+    assert rounded.dtype == added.dtype == BF16
+    assert relative_error(rounded.astype(jnp.float32), expected) <= 5e-3
+    assert relative_error(added.astype(jnp.float32), residual.astype(jnp.float32) + expected) <= 5e-3
+
+
+@pytest.mark.aot
+def test_on_a_gpu_a_prompts_product_its_bias_and_its_rounding_are_one_kernel():
+    with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
+        made = nnx.eval_shape(lambda: layers.Linear(512, 768, bias=True, dtype=BF16, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(made)
+    x, residual = (jax.ShapeDtypeStruct((1, 1024, size), BF16) for size in (512, 768))
+    given = state, residual, x
+    program = aot.compile_for_h200(lambda state, *its: nnx.merge(graphdef, state).add_to(*its), *given).as_text()
+    assert program is not None
+    assert "f32[1024,768]" not in program.partition("ENTRY")[2]

@@ -78,6 +78,9 @@ def test_a_nan_stays_in_its_row_and_in_its_experts_gradient(rng):
     assert np.isfinite(dweights[1:]).all()
 
 
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="XLA's `ragged_dot` has no such batch; engines run elements in turn"
+)
 def test_a_batch_has_the_results_of_its_elements(rng):
     sizes, rows, weights, _ = data(rng, "even", "float32")
     batch, other = jnp.stack([rows, rows * 2]), jnp.stack([sizes, jnp.asarray(SIZES["empty"], jnp.int32)])

@@ -171,6 +171,7 @@ def test_adapters_of_float_experts_are_rounded_to_the_tokens_dtype_and_may_be_sh
 
 
 @pytest.mark.costly
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("base", ["gpt-oss in MXFP4", "Qwen3-MoE in floats"])
 def test_a_mesh_divides_adapters_as_it_does_experts(base, folder, tmp_path, rng):
     options, mesh = options_of(base, folder), jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2])

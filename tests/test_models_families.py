@@ -240,6 +240,7 @@ def test_random_weights_make_a_model_that_runs(name: str) -> None:
         ({"num_hidden_layers": 1 << 21}, "`num_hidden_layers` (=2097152) must be at most"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type` (='llama3') must be one of"),
         ({"rope_parameters": {"rope_type": "yarn"}, "rope_theta": 1e4}, "rope_parameters.factor` is missing"),
+        ({"rope_parameters": {"factor": 4.0, "rope_theta": 1e4}}, "factor` (=4.0) must go with a `rope_type`, one of"),
         ({"rope_theta": 1.0}, "`rope_theta` must be one number"),
         ({"eos_token_id": "x"}, "eos_token_id` (='x') must be an id"),
         ({"rms_norm_eps": 0}, "rms_norm_eps` (=0) must be a positive number"),
@@ -380,6 +381,16 @@ def test_missing_experts_are_refused(name: str, tmp_path: Path) -> None:
         file_source(edited(tmp_path / "first", name, without(f"{module}.0.")))
     with pytest.raises(CheckpointError, match=r"experts .* are missing|must hold tensors of experts"):
         file_source(edited(tmp_path / "all", name, without(f"{module}.")))
+
+
+def test_experts_with_biases_are_refused_where_a_model_has_none(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        weights = {name: array for name, array in tensors.items() if ".mlp.experts." in name}
+        tensors |= {f"{name.removesuffix('weight')}bias": array[:, 0].copy() for name, array in weights.items()}
+
+    folder = edited(tmp_path / "it", "glm4_moe", change)
+    with pytest.raises(CheckpointError, match=r"experts 'model.layers.1.mlp.experts' have biases, but must have none"):
+        load(folder)
 
 
 def test_layers_that_predict_further_tokens_are_not_run_with_a_warning(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The whole model: against what transformers computed from the same checkpoint, and against itself step by step."""
 
 import dataclasses
+import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from float_checkpoints import float_gpt_oss
+from float_checkpoints import write as write_files
 from golden_experts import Family, check_tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +31,8 @@ from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.tensor_names import layer_shapes, top_shapes
 from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
-from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source
+from jmx.checkpoint.shards import read_headers
+from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source, restore, save
 from jmx.models.cache import bucket, write
 from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
@@ -233,7 +237,8 @@ def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     config = read_config(TINY)
     most = config.swiglu_limit
     gate, up = np.minimum(gate, most), np.clip(up, -most, most)
-    return gate / (1 + np.exp(-config.swiglu_alpha * gate)) * (up + config.swiglu_beta)
+    with np.errstate(over="ignore"):  # of a gate far below zero: the quotient is then zero
+        return gate / (1 + np.exp(-config.swiglu_alpha * gate)) * (up + config.swiglu_beta)
 
 
 @pytest.mark.parametrize("name", golden_experts.NAMES)
@@ -249,6 +254,50 @@ def test_floats_without_a_format_stay_floats(one_layer: tuple[Path, Model]) -> N
     caches = model.empty_cache(2, 16).layers
     logits, expected = (decode_step(its, tokens, starts, caches)[0] for its in (model, quantized))
     assert relative_error(logits, expected) <= 1e-5  # MXFP4 loses nothing of these
+
+
+def test_float_experts_may_have_sizes_that_mxfp4_does_not_divide(tmp_path: Path) -> None:
+    folder, tensors = float_gpt_oss(tmp_path / "whole", num_layers=1)
+    config, channels = json.loads((folder / "config.json").read_text()), 44
+    experts = "model.layers.0.mlp.experts."
+    tensors[f"{experts}down_proj"] = np.copy(tensors[f"{experts}down_proj"])
+    tensors[f"{experts}down_proj"][:, channels:] = 0
+    zeros = write_files(tmp_path / "zeros", {n: np.ascontiguousarray(a) for n, a in tensors.items()}, config)
+    tensors |= {n: tensors[n][..., : 2 * channels] for n in (f"{experts}gate_up_proj", f"{experts}gate_up_proj_bias")}
+    tensors[f"{experts}down_proj"] = tensors[f"{experts}down_proj"][:, :channels]
+    fewer = config | {"intermediate_size": channels}
+    short = write_files(tmp_path / "short", {n: np.ascontiguousarray(a) for n, a in tensors.items()}, fewer)
+    tokens, starts = jnp.asarray(GOLDEN["input_ids"][:, 0]), jnp.zeros(2, jnp.int32)
+    models = [load(folder, dtype=jnp.float32) for folder in (short, zeros)]
+    assert [its.layers[0].moe.experts.intermediate_size for its in models] == [channels, config["intermediate_size"]]
+    found, expected = (decode_step(its, tokens, starts, its.empty_cache(2, 16).layers)[0] for its in models)
+    assert relative_error(found, expected) <= 1e-5
+    for format, padded_to in (("mxfp4", (64, 64)), ("fp8_channel", None)):
+        saved = load(short, format=format, dtype=jnp.float32)
+        assert saved.layers[0].moe.experts.padded_to == padded_to
+        save(tmp_path / format, saved)
+        restored = restore(tmp_path / format, saved.config, format=format, dtype=jnp.float32)
+        pairs = zip(*(nnx.to_flat_state(nnx.state(its)) for its in (saved, restored)), strict=True)
+        assert all(path == other and jnp.array_equal(one[...], two[...]) for (path, one), (other, two) in pairs)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["gate_up_proj_bias", "down_proj_bias"], "'model.layers.0.mlp.experts' have no biases, but must have some"),
+        (["gate_up_proj_bias"], "must have a bias, or none, but ['down'] have one"),
+        (["down_proj_bias"], "must have a bias, or none, but ['gate', 'up'] have one"),
+    ],
+)
+def test_float_experts_that_lack_biases_are_refused(
+    missing: list[str], message: str, one_layer: tuple[Path, Model], tmp_path: Path
+) -> None:
+    folder, _ = one_layer
+    ends = tuple(f"experts.{name}" for name in missing)
+    tensors = {name: tensor.view() for name, tensor in read_headers(folder).items() if not name.endswith(ends)}
+    lacking = write_files(tmp_path / "it", tensors, json.loads((folder / "config.json").read_text()))
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(lacking)
 
 
 def test_a_format_for_quantized_experts_is_refused() -> None:

@@ -2,6 +2,7 @@
 that are its own concern."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -233,6 +234,8 @@ AROUND = [
     Case(tokens=7, activation=ReLU2(), order=None),
     Case(tokens=7, activation=ReLU(), order=None),
     Case(tokens=5, hidden=128, format="nvfp4"),
+    Case(tokens=40, hidden=96, intermediate=160, format="mxfp8", ids="anywhere"),
+    Case(tokens=9, format="mxfp8", input_format="mxfp8", order="concatenated", weights_on="input", dtype="float16"),
     Case(tokens=5, hidden=256, intermediate=128, format="int4_g128_order"),
     Case(tokens=40, hidden=128, intermediate=192, format="int8_g64_asym_order", ids="anywhere", weights_on="input"),
     Case(tokens=40, hidden=64, intermediate=192, format="int4_g64_order", order="concatenated"),
@@ -274,6 +277,30 @@ def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     y = MosaicSm90().apply(case.problem(), jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts, HOPPER)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
+
+
+FULL = Config(24, 3, 1, 2, 12)  # no shared memory is left beside its stages of MXFP4
+
+
+@pytest.mark.parametrize(
+    ("inputs", "config", "by_tile"),
+    [("mxfp8", None, True), ("nvfp4", None, True), ("mxfp8", FULL, False), ("int8_token", None, False)],
+)
+def test_the_epilogue_rounds_h_where_its_blocks_and_shared_memory_allow_it(inputs, config, by_tile, rng, monkeypatch):
+    found = []
+
+    def recorded(*args, rounding, **rest):
+        found.append(rounding.by_tile)
+        return expert_products(*args, rounding=rounding, **rest)
+
+    monkeypatch.setattr(kernel, "expert_products", recorded)
+    monkeypatch.setattr(round_rows, "round_rows", rounded_rows)
+    case = Case(tokens=40, input_format=inputs, hidden=96, intermediate=160, dtype="bfloat16", layout=LAYOUT.name)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    with nullcontext() if config is None else tuning.override("mosaic", config):
+        routing = jax.tree.map(jnp.asarray, routing)
+        MosaicSm90().apply(case.problem(), jnp.asarray(x), routing, weights.experts(case), HOPPER)
+    assert found == [by_tile]
 
 
 # Sizes

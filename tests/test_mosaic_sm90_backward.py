@@ -40,6 +40,7 @@ CASES = [
     Case(tokens=40, hidden=128, intermediate=192, format="int8_g64_asym_order", weights_on="input", activation=SMOOTH),
     Case(tokens=9, hidden=64, intermediate=192, format="int4_g64_order", order="concatenated", activation=SMOOTH),
     Case(tokens=40, format="fp8_block", activation=SMOOTH),
+    Case(tokens=40, format="mxfp8", hidden=96, intermediate=160, activation=SMOOTH, order="concatenated"),
     Case(tokens=40, input_format="int8_token", format="int4_g32", hidden=128, activation=SMOOTH),
     Case(tokens=9, input_format="mxfp8", hidden=96, intermediate=160, activation=SMOOTH, weights_on="input"),
 ]

@@ -13,7 +13,7 @@ from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.layouts import WeightSpec
 from jmx.numerics.quantization import random
 from jmx.pallas.mosaic_sm90.dequantize import Decoder, decoder_of
-from jmx.pallas.mosaic_sm90.layout import LAYOUT
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, is_shifted
 from jmx.pallas.sm90.tiles import TILE, num_tiles
 
 pytestmark = pytest.mark.sampled(3)
@@ -27,6 +27,13 @@ def words_of(array: np.ndarray, *shape: int) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint32).reshape(shape)
 
 
+def exponent_of(held: BlockScaled, decoder: Decoder) -> np.ndarray | None:
+    """`Decoder.pairs`' argument: of each row of tiles."""
+    if not is_shifted(decoder.format):
+        return None
+    return (decoder.tile.elements.unit - held.scales[:, -1:, :1].astype(np.uint32)) * np.uint32(0x00800080)
+
+
 def as_the_kernel_has_it(held: BlockScaled, decoder: Decoder, spec: WeightSpec) -> np.ndarray:
     """One expert's weight by the kernel's instructions, float64 (N, K) padded to tiles, scales of rows not in it."""
     tiles, columns = num_tiles(spec)
@@ -37,9 +44,7 @@ def as_the_kernel_has_it(held: BlockScaled, decoder: Decoder, spec: WeightSpec) 
         found = words_of(array, tiles, -1, 32, count)[:, :columns] if count else np.zeros((1, 1, 32, 0), np.uint32)
         return [np.repeat(found[..., nth], 4, axis=-1) for nth in range(count)]
 
-    exponent = None
-    if spec.format == formats.MXFP4:
-        exponent = np.broadcast_to((126 - held.scales[:, -1:, :1].astype(np.uint32)) * 0x00800080, (tiles, 1, 1))
+    exponent = exponent_of(held, decoder)
     scales = of_groups(held.scales, decoder.scale_words)
     zero_points = of_groups(held.zero_points, decoder.zero_point_words)
     pairs = decoder.pairs(words, scales, zero_points, exponent, run_ptx)
@@ -60,9 +65,7 @@ def by_slices(held: BlockScaled, decoder: Decoder, spec: WeightSpec) -> np.ndarr
     tiles, columns = num_tiles(spec)
     out, lane, tile = np.full((tiles, TILE, columns, TILE), np.nan), np.arange(32), decoder.tile
     values = words_of(held.values, tiles, columns, -1, 128, 4).swapaxes(2, 3).reshape(tiles, columns, 128, -1)
-    exponent = None
-    if spec.format == formats.MXFP4:
-        exponent = np.broadcast_to((126 - held.scales[:, -1:, :1].astype(np.uint32)) * 0x00800080, (tiles, 1, 1))
+    exponent = exponent_of(held, decoder)
 
     def of_row(array, per_row, rows, warp, row):
         """A value for each lane, as a word."""
@@ -108,7 +111,7 @@ def draw(key: int, format: formats.Format, shape: tuple[int, int], scale_dtype: 
 CASES = [
     *(
         (name, None)
-        for name in ("mxfp4", "nvfp4", "mxint4", "int4_g64", "int4_channel_asym", "int8_g128", "fp8_channel")
+        for name in ("mxfp4", "mxfp8", "nvfp4", "mxint4", "int4_g64", "int4_channel_asym", "int8_g128", "fp8_channel")
     ),
     ("int4_g32_asym", "float16"),
     ("int4_g128_asym", "bfloat16"),
@@ -151,7 +154,7 @@ def test_every_weight_is_what_it_should_be_rounded_once(name, scale_dtype):
         np.testing.assert_allclose(got, expected, rtol=_HALF_UNIT * 1.01, atol=0)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "int4_g32", "int8_g32_asym", "fp8_block"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "int4_g32", "int8_g32_asym", "fp8_block"])
 def test_every_scale_and_zero_point_is_read_where_it_is(name):
     """All codes of a scale, zero and subnormal ones too, at every row and block of a tile."""
     format = FORMATS[name]
@@ -159,7 +162,8 @@ def test_every_scale_and_zero_point_is_read_where_it_is(name):
     q = draw(5, format, spec.shape, None)
     rng = np.random.default_rng(5)
     if q.scales.dtype == np.uint8:
-        q = q._replace(scales=rng.integers(0, 127, q.scales.shape, np.uint8))
+        least = 4 if name == "mxfp8" else 0  # below, weights have more bits than subnormal numbers of bfloat16
+        q = q._replace(scales=rng.integers(least, 127, q.scales.shape, np.uint8))
     else:
         exponents = rng.integers(-60, 30, q.scales.shape)
         drawn = rng.uniform(-1, 1, q.scales.shape) * 2.0**exponents * (rng.random(q.scales.shape) < 0.9)
@@ -172,5 +176,30 @@ def test_every_scale_and_zero_point_is_read_where_it_is(name):
     expected = dequantized(formats.unpack(q, format)._replace(global_scales=None), format)[0]
     # Of each warp's 16 rows the upper 8 are gates, the lower 8 their ups.
     gates = got.reshape(-1, 4, 2, 8, 256).swapaxes(2, 3).reshape(-1, 256)[:320]
-    bound = 0 if name == "nvfp4" else _HALF_UNIT * 1.01
+    bound = 0 if name in ("mxfp8", "nvfp4") else _HALF_UNIT * 1.01
     np.testing.assert_allclose(gates, expected, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("largest", [127, 129, 134, 135, 200, 254])
+def test_weights_under_large_scales_are_shifted(name, largest):
+    """Every code up to the largest: weights are numbers of bfloat16 times a power of two of their row of tiles."""
+    format = FORMATS[name]
+    spec = WeightSpec("down", (128, 256), None, format)
+    q = draw(7, format, spec.shape, None)
+    codes = np.random.default_rng(7).integers(0, largest + 1, q.scales.shape, np.uint8)
+    codes[:, :64, 3] = largest  # of the first row of tiles; the second one has a shift of its own
+    codes[:, 64:] = np.minimum(codes[:, 64:], 120)
+    q = q._replace(scales=codes)
+    held = jax.tree.map(lambda array: np.asarray(array)[0], forward(jax.tree.map(jnp.asarray, q), spec))
+    decoder = decoder_of(format, held.scales.dtype)
+    shifts = held.scales[:, -1, 0].astype(int)
+    assert shifts.tolist() == [max(0, largest - {"mxfp4": 128, "mxfp8": 134}[name]), 0]
+    got = as_the_kernel_has_it(held, decoder, spec)
+    np.testing.assert_array_equal(by_slices(held, decoder, spec), got)
+    expected = dequantized(formats.unpack(q, format), format)[0] / 2.0 ** np.repeat(shifts, TILE)[:, None]
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2.0**-126)  # below, multipliers are zero, or subnormal
+    large = np.abs(expected) >= 2.0**-118  # their multipliers are normal numbers
+    assert large.mean() > 0.5
+    np.testing.assert_array_equal(got[large], expected[large])

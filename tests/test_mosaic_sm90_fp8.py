@@ -152,7 +152,7 @@ def test_what_it_runs_is_what_auto_lays_out_for_it():
             layout = resolve_layout("auto", HOPPER, format, input_format)
             assert (layout == LAYOUT.name) == (name in TAKEN and multiplies(format, input_format))
             if input_format is None:
-                assert (layout == "mosaic_sm90") == (name != "mxfp8" and not format.is_float)
+                assert (layout == "mosaic_sm90") == (not format.is_float)
 
 
 # The layout

@@ -11,7 +11,7 @@ import jmx
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
-from jmx.pallas.mosaic_sm90 import fused_rounding
+from jmx.pallas.mosaic_sm90 import fused_rounding, rounded_tiles
 from jmx.pallas.mosaic_sm90 import round_rows as by_kernel
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, round_rows
 from jmx.routing import Routing
@@ -84,6 +84,9 @@ def test_values_times_scales_are_what_the_format_represents(name, dtype, rng):
         ("mxfp4", "fp8_token", "mosaic_sm90_fp8"),
         ("mxfp4", "fp8_block", "mosaic_sm90_fp8"),
         ("mxfp4", "mxfp8", "mosaic_sm90"),
+        ("mxfp8", None, "mosaic_sm90"),
+        ("mxfp8", "mxfp8", "mosaic_sm90"),
+        ("mxfp8", "fp8_token", "mosaic_sm90"),
         ("nvfp4", "nvfp4", "mosaic_sm90"),
         ("nvfp4", "fp8_block", "packed"),
         ("int4_g128", "fp8_token", "mosaic_sm90_fp8"),
@@ -171,7 +174,8 @@ def test_it_has_the_bits_of_the_definition(name, dtype, placed, rng):
 def test_what_a_launch_writes_of_rounded_rows_and_which_scales_are_known_before(name):
     """Each row's scale is written where rows have one; that of nvfp4's tensor is known; other formats have none."""
     format = INPUT_FORMATS[name]
-    rounding = fused_rounding.Rounding(format=format, static_scale=SCALE if format.static else None, columns=200)
+    static = SCALE if format.static else None
+    rounding = fused_rounding.Rounding(format=format, static_scale=static, columns=200, by_tile=False)
     values, *scales = rounding.shapes(5)
     assert (values.shape, values.dtype) == ((5, 256), jnp.bfloat16)
     known = rounding.given_scales(5)
@@ -180,6 +184,13 @@ def test_what_a_launch_writes_of_rounded_rows_and_which_scales_are_known_before(
     assert (known is not None) == (name == "nvfp4")
     if known is not None:
         np.testing.assert_array_equal(known, np.full(5, SCALE))
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_epilogues_round_blocks_that_are_parts_of_a_tile(name):
+    format = INPUT_FORMATS[name]
+    assert rounded_tiles.has_blocks_of_tiles(format, 2880) == (name in ("mxfp8", "mxfp4", "nvfp4"))
+    assert not rounded_tiles.has_blocks_of_tiles(format, 2888)  # the last block is not whole
 
 
 @pytest.mark.parametrize(("num_rows", "few"), [(1, True), (2 * 3 * 132, True), (2 * 3 * 132 + 1, False)])
@@ -192,6 +203,7 @@ FUSED = [  # weights, inputs, tokens, experts, slots, sizes, dtype
     ("mxfp4", "mxfp4", 64, 32, 4, (2880, 2880), jnp.bfloat16),
     ("mxfp4", "nvfp4", 3, 8, 2, (512, 256), jnp.float16),
     ("nvfp4", "nvfp4", 20, 8, 3, (1024, 768), jnp.bfloat16),
+    ("mxfp8", "mxfp8", 20, 8, 3, (1024, 768), jnp.bfloat16),
     ("mxint4", "mxfp4", 300, 16, 4, (512, 256), jnp.float16),
     ("int8_channel", "fp8_token", 64, 32, 4, (2880, 2880), jnp.bfloat16),
     ("int4_g64", "int8_token", 33, 8, 2, (512, 320), jnp.bfloat16),

@@ -28,6 +28,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ROOT / "jmx" / "ffi" / "one_token" / "src"
 H200 = Environment.named("h200")
 EPSILONS = 1e-5, 1e-6
+KERNELS = ("heads", "attention", "out", "router")
 
 
 def operands(
@@ -38,28 +39,34 @@ def operands(
     group: int = 1,
     experts: int = 9,
     capacity: int = 256,
-    position: int = 100,
+    position: int | tuple[int, ...] = 100,
     page: int | None = None,
     bias: bool = True,
     sinks: bool = True,
 ) -> call.Operands:
+    positions = position if isinstance(position, tuple) else (position,)
+    tokens = len(positions)
     dim, number = call.DIM, 1 if page is None else capacity // page
     rows, columns = kv_heads * (group + 2) * dim, kv_heads * group * dim
     of_page = capacity if page is None else page
-    pages = 1 if page is None else number + 2
+    pages = tokens if page is None else tokens * number + 2
     cache = rng.standard_normal((2, pages, kv_heads, of_page, dim))
-    tables = None if page is None else rng.permutation(pages)[None, :number].astype(np.int32)
+    tables = (
+        None if page is None else rng.permutation(pages)[: tokens * number].reshape(tokens, number).astype(np.int32)
+    )
     # What is after the position, and at it, was never written.
     at = np.arange(capacity)
-    for place in at[at >= min(position, capacity - 1)]:
-        cache[:, 0 if tables is None else tables[0, place // of_page], :, place % of_page] = np.nan
+    for token, position in enumerate(positions):
+        for place in at[at >= min(position, capacity - 1)]:
+            page = token if tables is None else tables[token, place // of_page]
+            cache[:, page, :, place % of_page] = np.nan
 
     def vector(size: int, mean: float = 0) -> jax.Array:
         return draw(rng, size, dtype=jnp.float32, mean=mean)
 
-    angles = vector(dim // 2)[None]
+    angles = vector(tokens * dim // 2).reshape(tokens, -1)
     return call.Operands(
-        x=draw(rng, 1, hidden),
+        x=draw(rng, tokens, hidden),
         scale=vector(hidden, 1),
         heads=draw(rng, rows, hidden) / hidden**0.5,
         heads_bias=draw(rng, rows) if bias else None,
@@ -67,7 +74,7 @@ def operands(
         sin=jnp.sin(angles),
         cache=jnp.asarray(cache, jnp.bfloat16),
         tables=None if tables is None else jnp.asarray(tables),
-        position=jnp.asarray([position], jnp.int32),
+        position=jnp.asarray(positions, jnp.int32),
         sinks=vector(kv_heads * group) if sinks else None,
         out=draw(rng, hidden, columns) / columns**0.5,
         out_bias=draw(rng, hidden) if bias else None,
@@ -119,7 +126,7 @@ POINTERS = [
     "heads",
     "attended",
 ]
-NUMBERS = ("hidden", "kv_heads", "group", "experts", "page", "num_pages")
+NUMBERS = ("tokens", "hidden", "kv_heads", "group", "experts", "page", "num_pages")
 
 
 class Arguments(ctypes.Structure):
@@ -175,16 +182,17 @@ def emulate(
     columns = given.out.shape[1]
     made = {
         "x_out": aligned(np.zeros(given.x.shape, np.uint16)),
-        "logits": aligned(np.zeros((1, len(given.router)), np.float32)),
+        "logits": aligned(np.zeros((len(given.x), len(given.router)), np.float32)),
         "normed": aligned(np.zeros(given.x.shape, np.uint16)),
-        "heads": aligned(np.zeros(len(given.heads), np.uint16)),
-        "attended": aligned(np.zeros(columns, np.uint16)),
+        "heads": aligned(np.zeros((len(given.x), len(given.heads)), np.uint16)),
+        "attended": aligned(np.zeros((len(given.x), columns), np.uint16)),
     }
     names = {"heads": "heads_weights", "out": "out_weights", "router": "router_weights"}
     arrays = {names.get(name, name): array for name, array in held.items()} | made
     pointers = {name: None if array is None else array.ctypes.data for name, array in arrays.items()}
     its = Arguments(
         **pointers,
+        tokens=len(given.x),
         hidden=given.x.shape[1],
         kv_heads=kv_heads,
         group=columns // call.DIM // kv_heads,
@@ -225,6 +233,10 @@ def emulate(
         (2, 17, {"kv_heads": 1, "group": 8, "hidden": 40, "experts": 31}),
         (5, None, {"kv_heads": 1, "group": 3, "hidden": 72, "experts": 5, "position": 150}),
         (1, None, {"kv_heads": 1, "group": 1, "hidden": 3080, "experts": 2, "position": 15}),
+        (2, None, {"position": (100, 7)}),
+        (1, 33, {"position": (0, 255, 40), "page": 16, "group": 3, "bias": False}),
+        (3, None, {"position": (300, 2, 255, 90, 91), "kv_heads": 1, "hidden": 200, "experts": 30, "sinks": False}),
+        (2, 128, {"position": (5, 140, 130, 255, 17, 64, 0, 128), "kv_heads": 1, "group": 8, "hidden": 1096}),
     ],
 )
 def test_the_kernels_on_emulated_threads_compute_their_definition(rng, emulator, splits, window, options):
@@ -238,7 +250,7 @@ def test_sizes_are_those_of_the_source():
     for line in re.findall(r"constexpr int (k[^;]*);", (SOURCES / "call.h").read_text()):
         for name, value in re.findall(r"(k\w+) = ([^,]+)", line):
             constants[name] = eval(value, {}, constants)
-    names = "DIM", "MOST_GROUP", "MOST_COLUMNS", "VECTOR"
+    names = "MOST_TOKENS", "DIM", "MOST_GROUP", "MOST_COLUMNS", "VECTOR"
     for name in names:
         assert constants["k" + name.title().replace("_", "")] == getattr(call, name)
 
@@ -251,7 +263,7 @@ def test_the_kernels_compile_for_hopper(tmp_path):
     except OSError as e:
         pytest.skip(f"needs NVRTC, which the `aot` extra installs: {e}")
     programs = {name: parse(text) for name, text in aot.sass_of(image, tmp_path).items()}
-    assert programs.keys() == {f"jmx_one_token_{name}" for name in ("heads", "attention", "out", "router")}
+    assert programs.keys() == {f"jmx_{kind}_{name}" for kind in ("one_token", "few_tokens") for name in KERNELS}
     assert [early for program in programs.values() for early in early_releases(program)] == []
 
 
@@ -273,6 +285,12 @@ def test_the_kernels_compile_for_hopper(tmp_path):
         (None, {"capacity": 8192, "position": 9000, "bias": False}),
         (None, {"hidden": 1024, "kv_heads": 2, "group": 4, "experts": 32, "position": 300}),
         (3, {"hidden": 4096, "experts": 300, "position": 200}),
+        (128, {"position": (1100, 5, 128, 1151, 0, 127, 500, 900)}),
+        (None, {"position": (1100, 5, 128, 1151, 0, 127, 500, 900)}),
+        (None, {"position": (1100, 700), "page": 128, "bias": False}),
+        (128, {"position": (8191, 9000, 3), "capacity": 8192, "page": 64, "sinks": False}),
+        (None, {"position": (300, 200, 100, 3, 2), "hidden": 4096, "kv_heads": 2, "group": 4, "experts": 30}),
+        (None, {"position": (8191, 4000, 9000, 7000), "capacity": 8192}),
     ],
 )
 def test_the_kernels_compute_their_definition_on_a_gpu(rng, window, options):
@@ -295,6 +313,8 @@ def test_the_kernels_compute_their_definition_on_a_gpu(rng, window, options):
         ({}, None),
         ({"page": 128}, None),
         ({"bias": False, "sinks": False}, None),
+        ({"position": (1,) * 8}, None),
+        ({"position": (1,) * 9}, "tokens (=9) must be at most 8"),
         ({"hidden": 2884}, "columns of `heads` (=2884) must be a multiple of 8 and at most 4096"),
         ({"hidden": 4104}, "columns of `heads` (=4104) must be a multiple of 8 and at most 4096"),
         ({"kv_heads": 17, "group": 4}, "columns of `out` (=4352) must be a multiple of 8 and at most 4096"),
@@ -337,11 +357,11 @@ def by_definition(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.costly
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("rows", "paged"), [(1, False), (1, True), (3, False), (2, True)])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_steps_of_a_model_are_those_of_plain_code(rng, by_definition, monkeypatch, family, paged):
+def test_steps_of_a_model_are_those_of_plain_code(rng, by_definition, monkeypatch, family, rows, paged):
     model = tiny_model(family, rng)
-    step = arguments_of_step(model, rng, 1, paged)
+    step = arguments_of_step(model, rng, rows, paged)
     got = decode_step(model, *step)
     assert {*by_definition} == {layer.attention.window for layer in model.layers}
     monkeypatch.setattr(call, "reject_reason", lambda *_: "no")
@@ -355,11 +375,10 @@ def test_steps_of_a_model_are_those_of_plain_code(rng, by_definition, monkeypatc
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.costly
-@pytest.mark.parametrize(("family", "rows"), [("gpt_oss", 2), ("qwen3_moe", 1)])
-def test_several_tokens_and_normed_heads_are_left_to_other_code(rng, by_definition, family, rows):
-    model = tiny_model(family, rng)
-    caches = [draw(rng, *its.shape) for its in model.cache_layers(rows, 16)]
-    decode_step(model, jnp.zeros(rows, jnp.int32), jnp.full(rows, 5, jnp.int32), caches)
+def test_normed_heads_are_left_to_other_code(rng, by_definition):
+    model = tiny_model("qwen3_moe", rng)
+    caches = [draw(rng, *its.shape) for its in model.cache_layers(1, 16)]
+    decode_step(model, jnp.zeros(1, jnp.int32), jnp.full(1, 5, jnp.int32), caches)
     assert not by_definition
 
 

@@ -259,6 +259,7 @@ def test_transformations(how, gradients, rng):
 
 
 @pytest.mark.costly
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 @pytest.mark.parametrize("tokens", [None, "x"])
 def test_a_mesh_that_divides_the_experts(tokens, kind, rng):

@@ -108,6 +108,15 @@ def test_reports_of_formats_go_before_others_and_then_those_of_more_counts(repor
         assert source.device == {"c.json": "z-formats.json"}.get(name, name)
 
 
+def test_reports_up_to_more_tokens_go_before_those_of_more_counts(reports):
+    directory, add = reports
+    for name, counts in (("a.json", (1, 2, 4, 8)), ("b.json", (1, 64)), ("c.json", (1, 32, 48))):
+        add(name, name, "small", *(("xla", "mxfp4", None, count, 1.0, None) for count in counts))
+    source = support.measured(directory)["xla", "mxfp4", None].source
+    assert source is not None
+    assert (source.device, source.tokens) == ("b.json", (1, 64))
+
+
 def test_of_reports_with_as_many_counts_the_latest_goes_before(reports):
     directory, add = reports
     for name, date in (("b.json", "2026-02-01"), ("a.json", "2026-02-02"), ("c.json", "2026-01-31")):

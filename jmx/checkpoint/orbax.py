@@ -96,6 +96,17 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
+def saved_layers(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The entries that describe each MoE layer of a checkpoint, by the layer's path in the module, unchecked.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one.
+    """
+    path = check_path("path", path)
+    layers = orbax_arrays.note(path, orbax_arrays.describe(path), KEY).object("layers")
+    return {name: layers.object(name).entries for name in layers.entries}
+
+
 def _name(key: tuple[Any, ...]) -> str:
     return ".".join(map(str, key))
 

@@ -7,6 +7,7 @@ weights. Grouping and combining are plain jnp, the same for every backend.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,30 @@ class Tiling:
             unsorted = grouping.unsorted if problem.num_routed is None else grouping.few
             return unsorted(ids, num_experts, self.align)
         return grouping.many(ids, num_experts, self.cut)
+
+
+class Terms(NamedTuple):
+    """Results whose tokens' rows are not summed yet, in the order of the blocks.
+
+    Args:
+        rows: (P, R, W), whose sum over P are the rows, in their first H columns; rows of no assignment hold anything.
+        row_of: the row of each assignment, -1 where another device has its expert.
+        weights: what rows are multiplied with; None: they are products already.
+    """
+
+    rows: Float[Array, "P R W"]
+    row_of: Int32[Array, "T k"]
+    weights: Float[Array, "T k"] | None
+
+
+def terms(
+    problem: Problem, routing: Routing, tiling: Tiling, products: Callable[[Work], Float[Array, "P R W"]]
+) -> Terms:
+    """The layer up to its last step; `products`: as of `run`, but with any columns after the H of results."""
+    with jax.named_scope("grouping"):
+        work = tiling.group(problem, routing)
+    with jax.named_scope("products"):
+        return Terms(products(work), work.row_of, None if problem.on_input else routing.weights)
 
 
 def run(

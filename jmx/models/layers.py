@@ -17,6 +17,10 @@ from jmx.parallel.peer import all_sum
 # Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
 
+# From so many tokens on, a product whose result is rounded writes it rounded: on a GPU one kernel adds the bias in
+# float32 and rounds, and half the bytes are written and read.
+ROUNDED_TOKENS = 256
+
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019), in float32.
@@ -77,6 +81,12 @@ class Linear(nnx.Module):
         out = all_sum(part, self.summed).astype(jnp.float32)
         return out if self.bias is None else out + self.bias[...].astype(jnp.float32)
 
+    def rounded(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+        """The result for x (..., in), or the input of `norm`, of x's dtype."""
+        if self.summed:
+            return self(x, norm).astype(x.dtype)
+        return self._by_kernel(x, norm, dtype=x.dtype)[0].astype(x.dtype)
+
     def add_to(self, residual: jax.Array, x: jax.Array) -> jax.Array:
         """The result for x (..., in), rounded to the dtype of `residual` (..., out), added to it."""
         if self.summed:
@@ -90,15 +100,24 @@ class Linear(nnx.Module):
         return out, normed
 
     def _by_kernel(
-        self, x: jax.Array, norm: RMSNorm | None, *, residual: jax.Array | None = None, normed: bool = False
+        self,
+        x: jax.Array,
+        norm: RMSNorm | None,
+        *,
+        residual: jax.Array | None = None,
+        normed: bool = False,
+        dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The result, or with `residual` its sum with that, and with `normed` norm(x): by a kernel where one can."""
+        """The result, or with `residual` its sum with that, and with `normed` norm(x): by a kernel where one can.
+
+        The result is float32, or of `dtype`, or with `residual` of its dtype.
+        """
         weights, bias = self.weights.get_value(), None if self.bias is None else self.bias[...]
         if self.local and not self.summed:
             found = few_rows.linear(x, weights, bias, norm, residual=residual, normed=normed)
             if found is not None:
                 return found
-        out = project(x, weights, bias, norm)
+        out = project(x, weights, bias, norm, dtype if residual is None else residual.dtype)
         out = out if residual is None else residual + out.astype(residual.dtype)
         return out, norm(x) if normed and norm is not None else None
 
@@ -130,9 +149,13 @@ class MLP(nnx.Module):
 
 
 def project(
-    x: jax.Array, weights: jax.Array | QuantizedWeights, bias: jax.Array | None, norm: RMSNorm | None
+    x: jax.Array,
+    weights: jax.Array | QuantizedWeights,
+    bias: jax.Array | None,
+    norm: RMSNorm | None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """x W^T + b, or norm(x) W^T + b; see `Linear`.
+    """x W^T + b, or norm(x) W^T + b, float32, or of many tokens of `dtype`; see `Linear`.
 
     Quantized weights are rounded to x's dtype, whatever the number of rows. Those of several rows in float32 would be
     more exact, and XLA's GPU compiler would write and read twice the bytes for their product.
@@ -150,8 +173,11 @@ def project(
     else:
         x = x if norm is None else norm(x)
         exact = precision(weights.dtype)
-        out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
-    return out if bias is None else out + lax.broadcast_to_rank(bias.astype(jnp.float32), out.ndim)
+        tokens = x.size // x.shape[-1]
+        many = isinstance(tokens, int) and tokens >= ROUNDED_TOKENS
+        result = dtype if many else jnp.float32
+        out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=result)
+    return out if bias is None else out + lax.broadcast_to_rank(bias.astype(out.dtype), out.ndim)
 
 
 class Place(NamedTuple):

@@ -154,7 +154,12 @@ def file_source(
     file_name = partial(family.stored_name, stored=checkpoint.tensors)
     names = {name: stored.get(name) or file_name(family.file_name(name)) for name in shapes}
     experts = {layer: file_name(name) for layer, name in family.experts(config).items()}
-    return FileSource(checkpoint, config, shapes, names, experts, expert_sizes(config), more, family.unused(config))
+    source = FileSource(checkpoint, config, shapes, names, experts, expert_sizes(config), more, family.unused(config))
+    for layer, name in experts.items():
+        if source.layers[layer].has_bias is not family.expert_bias:
+            rule = "have no biases, but must have some" if family.expert_bias else "have biases, but must have none"
+            raise CheckpointError(path, f"experts {name!r} {rule} in a model of {family.name}")
+    return source
 
 
 def random_source(

@@ -27,13 +27,16 @@ def tracing_context() -> tuple[Hashable, ...]:
     That is jax's configuration, the mesh in scope, and what decides which backend runs and how. jit keys its own
     programs by it.
     """
-    options = tuple(getattr(jax.config, name, None) for name in _options())
+    values = jax.config.values
+    options = tuple(map(values.get, _options(tuple(values))))
     backends = tuple(backend.name for backend in registered_backends())
     return (*options, jax.sharding.get_abstract_mesh(), select.requested(None), tuning.state(), backends)
 
 
-def _options() -> list[str]:
-    return [name for name in jax.config.values if not name.startswith(_OF_NO_PROGRAM)]
+@functools.cache
+def _options(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of jax's options that programs depend on."""
+    return tuple(name for name in names if not name.startswith(_OF_NO_PROGRAM))
 
 
 def default_device() -> Any:

@@ -119,6 +119,10 @@ class Runner:
         check_instance("cache", cache, Cache | None, "a Cache, or None")
         check_bool("all_logits", all_logits)
         self.model.check_rows("prompts", len(prompts))
+        return self._prefill(prompts, cache, all_logits)
+
+    def _prefill(self, prompts: TokenIds, cache: Cache | None, all_logits: bool) -> tuple[jax.Array, Cache]:
+        """`prefill` of prompts that are checked, as checking thousands of tokens takes most of a millisecond."""
         padded, lengths = padded_rows(prompts)
         if cache is None:
             cache = self.model.empty_cache(*padded.shape)
@@ -275,7 +279,7 @@ class Runner:
             layers: Any = self.model.cache_layers(len(prompts), capacity)
             state = _State(layers, row, row, counts)
             self._steps.compile(state, sampler.numbers, np.int32(1), logprobs=logprobs)
-        logits, cache = self.prefill(prompts) if cache is None else self.extend(further, cache)
+        logits, cache = self._prefill(prompts, None, False) if cache is None else self.extend(further, cache)
         tokens, counts, found = _draw_first(logits, sampler.numbers, 0, counts, logprobs)
         cache = cache.reserve(needed)
         drawn = self.model.whole(jax.tree.map(lambda array: array[None], (tokens, found)))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,12 +17,16 @@ from jmx.experts import MeshAxes
 from jmx.models.config import Config
 from jmx.models.decoder import Model
 from jmx.models.families.choice import family_with
-from jmx.models.loading import split_of
+from jmx.models.loading import shapes_of, split_of
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of
 from jmx.models.sharded_moe import ShardedMoE, in_shards
+from jmx.numerics import formats
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.qat import QAT
 from jmx.util.checks import check_instance
+
+_SCALES = ("bfloat16", "float16", "float32")  # dtypes of scales and biases, which files choose
 
 
 def save(path: str | os.PathLike[str], model: Model) -> None:
@@ -67,9 +72,13 @@ def restore(
         TypeError, ValueError: wrong arguments, and those of `jmx.models.load` for meshes.
     """
     split = split_of(mesh, axes)
-    family = family_with(config)
-    options = {"format": format, "qat": qat, "dtype": dtype, "backend": backend, "split": split}
-    model = nnx.eval_shape(lambda: family.model(config, **options, rngs=nnx.Rngs(0)))
+    if format is None or qat is not None:
+        family = family_with(config)
+        options = {"format": format, "qat": qat, "dtype": dtype, "backend": backend, "split": split}
+        model = nnx.eval_shape(lambda: family.model(config, **options, rngs=nnx.Rngs(0)))
+    else:
+        model = shapes_of(config, dtype=dtype, backend=backend, split=split)
+        _take_saved_experts(model, formats.get(format), path)
     if split is None:
         return orbax.restore(path, model)
     model = orbax.restore(path, _placed(model, split))
@@ -80,6 +89,40 @@ def restore(
                 block.moe = model.make_moe(in_shards(moe.experts, split), nnx.Rngs(0))
                 block.moe.correction_bias = bias
     return model
+
+
+def _take_saved_experts(model: Model, format: jmx.Format, path: str | os.PathLike[str]) -> None:
+    """Gives a model of shapes experts with saved ones' order of rows, padding, declared inputs and dtypes of scales.
+
+    Loaders of files choose these. `orbax.restore` checks that all else is as the checkpoint has it.
+    """
+    layers = orbax.saved_layers(path)
+    for number, block in enumerate(model.layers):
+        saved = layers.get(f"layers.{number}.moe")
+        if saved is not None and hasattr(block, "moe"):
+            make = partial(_like_saved, model, block.moe.experts, format, saved)
+            block.moe = nnx.eval_shape(lambda make=make: model.make_moe(make(), nnx.Rngs(0)))
+
+
+def _like_saved(model: Model, experts: jmx.Experts, format: jmx.Format, saved: Mapping[str, Any]) -> jmx.Experts:
+    order = saved.get("gate_up_order")
+    num_experts, hidden, inner = model.config.num_experts, experts.hidden_size, experts.intermediate_size
+    rows = inner if order is None else 2 * inner
+    biases = [None, None]
+    if experts.gate_up_bias is not None:
+        biases = [jnp.zeros((num_experts, size), model.dtype) for size in (rows, hidden)]
+    weights = jnp.zeros((num_experts, rows, hidden)), jnp.zeros((num_experts, hidden, inner))
+    options = {"gate_up_order": order, "format": format, "pad": "padded_to" in saved, "nonfinite": "nan_block"}
+    made = jmx.Experts.quantize(*weights, *biases, **options)
+    stored = {name: str(its).partition("[")[0] for name, its in saved.get("arrays", {}).items()}
+    arrays = made.arrays()
+    scales = {name: array.astype(stored[name]) for name, array in arrays.items() if stored.get(name) in _SCALES}
+    made = made.with_arrays(arrays | scales)
+    inputs = saved.get("input_format")
+    if inputs is None:
+        return made
+    scale = jnp.ones(()) if INPUT_FORMATS[inputs].static else None
+    return made.with_inputs(inputs, scale, scale)
 
 
 def _placed(model: Model, split: ModelSplit) -> Model:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jmx.parallel.wire import Wire
-from jmx.routing import Logits, Routing
 from jmx.util.typing import Array, Float, Int32
 
 Names = tuple[str, ...]
 
 # Results of tokens (T, H) and their routing (T, k), or logits (T, E), which a device computes with its own experts,
-# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts.
-Local = Callable[[Any, Float[Array, "T H"], Routing | Logits], Float[Array, "T H"]]
+# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. With a
+# fourth argument, False, the sum over a token's rows may be left out: the result is a `grouped.Terms` then, and has no
+# derivative.
+Local = Callable[..., Any]
 
 
 class Here(NamedTuple):

@@ -29,8 +29,8 @@ from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
 
 # The layer on one device: x (T, H), routing (T, k) or logits (T, E) of all experts, experts, the first one of these for
-# logits, adapters -> (T, H).
-OneDevice = Callable[..., Float[Array, "T H"]]
+# logits, adapters, whether a token's rows are summed -> (T, H); or without that sum perhaps `Terms`, see `Local`.
+OneDevice = Callable[..., Any]
 
 # Experts, and their adapters, if they have some.
 Weights = tuple[AnyExperts, Adapters | None]
@@ -195,13 +195,14 @@ class OwnExperts(NamedTuple):
     Args:
         num_experts: how many they are.
         compute: what they compute of `arrays`, tokens, their routing, whose ids count from this device's first expert,
-            and None; or, instead of the last two, of logits of all experts, and this device's first one.
+            and None; or, instead of the last two, of logits of all experts, and this device's first one. With
+            `combine=False` it may be `Terms`, see `Local`.
         arrays: a pytree, of which gradients may be asked for.
         input_format: what `compute` rounds tokens to before anything else; None: nothing.
     """
 
     num_experts: int
-    compute: Callable[..., Float[Array, "T H"]]
+    compute: Callable[..., Any]
     arrays: Any
     input_format: str | None = None
 
@@ -231,11 +232,11 @@ def on_this_device(
         routing, experts = routing._replace(expert_ids=ids), experts.experts
     parts = _parts(split, experts)
 
-    def local(arrays: Any, x: Float[Array, "T H"], routing: Routing | Logits, first: Any) -> Float[Array, "T H"]:
+    def local(arrays: Any, x: Float[Array, "T H"], routing: Routing | Logits, first: Any, combine: bool = True) -> Any:
         parts, adapters = arrays
+        if len(parts) == 1:
+            return moe(x, routing, parts[0], first, adapters, combine)
         results = [moe(x, routing, part, first, adapters) for part in parts]
-        if len(results) == 1:
-            return results[0]
         return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
 
     return exchanged(split, x, routing, OwnExperts(num_experts(experts), local, (parts, adapters), input_format))
@@ -255,11 +256,11 @@ def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
 def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing | Logits, own: OwnExperts) -> Float[Array, "T H"]:
     """The results of this device's tokens, as `on_this_device`, for experts of any kind."""
 
-    def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing | Logits) -> Float[Array, "T H"]:
+    def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing | Logits, combine: bool = True) -> Any:
         first, of_experts = arrays
         if isinstance(routing, Logits):
-            return own.compute(of_experts, x, routing, first)
-        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first), None)
+            return own.compute(of_experts, x, routing, first, combine)
+        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first), None, combine)
 
     mine = jnp.asarray(own.num_experts * _index(split.names("expert")), jnp.int32), own.arrays
     ranks = prod(lax.axis_size(name) for name in split.exchanged)

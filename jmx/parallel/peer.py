@@ -9,7 +9,7 @@ from jax import lax
 
 from jmx.ffi.peer import collectives
 from jmx.ffi.peer.library import library
-from jmx.parallel import needed, overlapped
+from jmx.parallel import needed, overlapped, summed
 from jmx.parallel.exchange import Call, Here, Names
 from jmx.parallel.gather import Gather, gathered
 from jmx.parallel.scatter import scattered
@@ -64,12 +64,10 @@ class Peer:
             return Gather().apply(call, x, routing, here)
         if call.chunks > 1:
             return overlapped.overlapped(call, here.local, x, routing, here.arrays, here.first_experts)
-        if not self.lines and needed.applies(call):
-            rows, everyones, ranks = needed.gathered(call, here.first_experts, x, routing)
-            return needed.scattered(call.axes, here.local(here.arrays, rows, everyones), ranks)
-        collective = _with_lines if self.lines else collectives.all_gather
-        rows, everyones = gathered(Coded(call.wire, collective), call.axes, x, routing)
-        return scattered(call.axes, self.lines, here.local(here.arrays, rows, everyones))
+        if not self.lines:
+            return summed.summed(call, here.local, x, routing, here.arrays, here.first_experts)
+        rows, everyones = gathered(Coded(call.wire, _with_lines), call.axes, x, routing)
+        return scattered(call.axes, True, here.local(here.arrays, rows, everyones))
 
 
 class PeerLines(Peer):

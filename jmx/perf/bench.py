@@ -319,8 +319,9 @@ def _measure_row(
         try:
             system = System.of(name, shape, case.num_tokens, environment)
             row = dataclasses.replace(row, weights=system.weights)
-            time_s, spread, error, temporary = _measure(system, shape, case, built, layer_keys[:count], repeats)
-            row = dataclasses.replace(row, us=1e6 * time_s, spread=spread, rel_err=error, temporary_bytes=temporary)
+            compiled = compile_layers(system, shape, case, layer_keys[:count])
+            fields = measure_layers(compiled, system, shape, case, built, layer_keys[:count], repeats)
+            row = dataclasses.replace(row, **fields)
         except Exception as e:  # any failure of a backend is that row's result, and others still have to run
             if out_of_memory(e) and count > 1:
                 count //= 2
@@ -352,21 +353,36 @@ def judge(row: Row, problem: Problem, limits: Limits) -> Row:
     )
 
 
-def _measure(
-    system: System, shape: Shape, case: Case, built: dict[str, list[Any]], layer_keys: Key[Array, " L"], repeats: int
-) -> tuple[float, float, float, int | None]:
-    """Seconds a layer, their spread, the relative error, and the call's temporary bytes."""
-    count = len(layer_keys)
-    logits = case.logits[:count]
+def compile_layers(system: System, shape: Shape, case: Case, layer_keys: Key[Array, " L"]) -> jax.stages.Compiled:
+    """The call that is timed, of as many layers as there are keys. Their weights need not exist yet."""
     abstract = jax.eval_shape(lambda key: system.prepare(shape.experts(key)), layer_keys[0])
-    compiled = jax.jit(partial(run_layers, system.layer)).lower(case.x, logits, [abstract] * count).compile()
+    count = len(layer_keys)
+    return jax.jit(partial(run_layers, system.layer)).lower(case.x, case.logits[:count], [abstract] * count).compile()
+
+
+def measure_layers(
+    compiled: jax.stages.Compiled,
+    system: System,
+    shape: Shape,
+    case: Case,
+    built: dict[str, list[Any]],
+    layer_keys: Key[Array, " L"],
+    repeats: int,
+) -> dict[str, Any]:
+    """The fields of a `Row` that are measured: us, spread, rel_err and temporary_bytes.
+
+    Args:
+        compiled: what `compile_layers` made of the same system, shape, case and keys.
+        built: as of `System.build`.
+    """
     temporary = check_memory(compiled)
-    arguments = case.x, logits, system.build(shape, layer_keys, built)
+    count = len(layer_keys)
+    arguments = case.x, case.logits[:count], system.build(shape, layer_keys, built)
     _, y = compiled(*arguments)
     error = relative_error(y[case.checked], case.reference)
     del y
     time_s, spread = seconds(lambda: compiled(*arguments), repeats)
-    return time_s / count, spread, error, temporary
+    return {"us": 1e6 * time_s / count, "spread": spread, "rel_err": error, "temporary_bytes": temporary}
 
 
 def relative_error(result: Shaped[Any, "*shape"], reference: Shaped[Any, "*shape"]) -> float:

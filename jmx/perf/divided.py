@@ -160,7 +160,7 @@ def run_experts(
         for its, experts in zip(logits, weights, strict=True):
             parts, expert = _parts(experts), split.names("expert")
             first = parts[0].num_experts * lax.axis_index(expert) if expert else jnp.int32(0)
-            call = partial(moe_of_some, activation=shape.activation, input_format=shape.input_format)
+            call: Any = partial(moe_of_some, activation=shape.activation, input_format=shape.input_format)
             routing, some = Logits(its, shape.method), Some(over_mesh.num_routed(split, experts), first)
             if len(parts) > 1:  # as in the divided layer, they are routed once
                 chosen = route(routing)

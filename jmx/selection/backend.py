@@ -84,6 +84,17 @@ class SkipsPadding(Protocol):
         ...
 
 
+@runtime_checkable
+class GivesTerms(Protocol):
+    """A backend that can leave the sum over a token's slots to what sends the results to other devices."""
+
+    def terms(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> Any:
+        """A `jmx.engines.grouped.Terms`, whose sums are what `Backend.apply` returns for the same arguments."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertProduct:
     """One of the two products of a layer with adapters, or of float experts: rows times a weight of their experts.

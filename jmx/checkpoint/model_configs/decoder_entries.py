@@ -88,7 +88,7 @@ class DecoderEntries(ConfigObject):
         """The objects that describe rotary positions: `rope_scaling` in older files, `rope_parameters` in newer ones.
 
         CheckpointError if one is of none of `ROPE_TYPES`, or has one for each type of layer. One that does not state a
-        type is "default".
+        type is "default", and must not have a `factor`.
         """
         found = {}
         for place in ("rope_scaling", "rope_parameters"):
@@ -99,6 +99,8 @@ class DecoderEntries(ConfigObject):
                         raise rope.error(key, "must not be an object: all layers have the same rotary positions")
                 for kind in ("rope_type", "type"):
                     rope.one_of(kind, ROPE_TYPES, "default")
+                if rope.is_absent("rope_type") and rope.is_absent("type") and not rope.is_absent("factor"):
+                    raise rope.error("factor", f"must go with a `rope_type`, one of {list(ROPE_TYPES)}")
         return found
 
     def rope_number(self, key: str) -> float:

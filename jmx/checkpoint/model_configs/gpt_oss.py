@@ -302,6 +302,8 @@ def parse_config(
     fields["eos_token_ids"] = tuple(dict.fromkeys(eos_token_ids))
     config = Config(**fields)
     _check_sizes(file, config)
+    if quant_methods is not None:  # otherwise experts may be floats, of any sizes
+        _check_blocks(file, config)
     return config
 
 
@@ -382,11 +384,16 @@ def _check_sizes(file: Path, config: Config) -> None:
     for name, value in dataclasses.asdict(config).items():
         if type(value) is int and value < 1 and not name.endswith("token_id"):
             raise CheckpointError(file, f"`{name}` (={value}) must be at least 1")
+    if config.rope_theta <= 1:
+        raise CheckpointError(file, f"`rope_theta` (={config.rope_theta}) must be above 1 for YaRN")
+    if config.top_k > config.num_experts:
+        raise CheckpointError(file, f"experts per token (={config.top_k}) must be at most {config.num_experts}, all")
+    check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+
+def _check_blocks(file: Path, config: Config) -> None:
     for name in ("hidden_size", "intermediate_size"):
         try:
             MXFP4.check_size(name, getattr(config, name))
         except ValueError as error:
             raise CheckpointError(file, str(error)) from error
-    if config.top_k > config.num_experts:
-        raise CheckpointError(file, f"experts per token (={config.top_k}) must be at most {config.num_experts}, all")
-    check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)

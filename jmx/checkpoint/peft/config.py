@@ -104,8 +104,8 @@ class Config:
 
 
 def _of[Value](name: str, patterns: Mapping[str, Value], otherwise: Value) -> Value:
-    """The value of the first pattern that is the end of a name."""
-    return next((value for key, value in patterns.items() if compiled(key, _END).match(name)), otherwise)
+    """The value of the first pattern that is the end of a name. The patterns were checked when the file was read."""
+    return next((value for key, value in patterns.items() if re.match(_END.format(key), name)), otherwise)
 
 
 def _named(name: str, names: list[str] | str) -> bool:

@@ -283,7 +283,7 @@ def _fused(name: str, tensors: Mapping[str, Tensor], model_type: Any) -> Layer:
 
 
 def _check(layer: Layer) -> None:
-    """CheckpointError unless all are floats, gate, up and down agree in size, and experts are alike."""
+    """CheckpointError unless all are floats, gate, up and down agree in size and bias, and experts are alike."""
     for matrices in layer.experts:
         for matrix in matrices.values():
             its = matrix.weight
@@ -304,6 +304,11 @@ def _check(layer: Layer) -> None:
                 raise CheckpointError(
                     its.file, f"tensor {its.name!r} must be as that of expert 0 of {layer.name!r}: {first.shape}"
                 )
+    having = [part for part, its in layer.experts[0].items() if its.bias is not None]
+    if having and len(having) < len(layer.experts[0]):
+        its = layer.experts[0][having[0]].weight
+        rule = f"all of {[*layer.experts[0]]} must have a bias, or none, but {having} have one"
+        raise CheckpointError(its.file, f"experts of {layer.name!r}: {rule}")
     up, down = (layer.experts[0][part] for part in PARTS[1:])
     gate = layer.experts[0].get("gate", up)
     if gate.shape != up.shape or down.shape != gate.shape[::-1]:

@@ -15,7 +15,7 @@ TARGETS = (TARGET,)
 CAPABILITY = "9.0"  # of the GPUs that the kernels are for
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_one_token.so"
-HEADERS = ("call.h", "primitives.cuh", "tile.cuh", "attention.cuh")
+HEADERS = ("call.h", "primitives.cuh", "tile.cuh", "few_tokens.cuh", "attention.cuh")
 
 
 class Library(NamedTuple):

@@ -14,16 +14,18 @@ from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, wa
 GATHER = "jmx_peer_gather"
 SCATTER = "jmx_peer_scatter"
 SUM = "jmx_peer_sum"
+SCATTER_TERMS = "jmx_peer_scatter_terms"
 START = "jmx_peer_start"
 FINISH = "jmx_peer_finish"
 GATHER_NEEDED = "jmx_peer_gather_needed"
 SCATTER_NEEDED = "jmx_peer_scatter_needed"
 NEEDED = (GATHER_NEEDED, SCATTER_NEEDED)  # whose kernels are compiled by themselves
-TARGETS = (GATHER, SCATTER, SUM, START, FINISH, *NEEDED)
+TARGETS = (GATHER, SCATTER, SUM, SCATTER_TERMS, START, FINISH, *NEEDED)
 
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_peer.so"
-HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h")  # of kernels.cu and needed.cu
+# Of kernels.cu and needed.cu.
+HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h", "terms_of.h", "terms.h")
 
 
 class Library(NamedTuple):
@@ -79,5 +81,7 @@ def _compile(source: str, set_image: Any) -> None:
 
 def register_handlers(loaded: ctypes.CDLL) -> None:
     """Registers the handlers of a loaded library with XLA."""
-    register(loaded, (GATHER, SCATTER, SUM, START, GATHER_NEEDED, SCATTER_NEEDED), "gpu", initialized=True)
+    register(
+        loaded, (GATHER, SCATTER, SUM, SCATTER_TERMS, START, GATHER_NEEDED, SCATTER_NEEDED), "gpu", initialized=True
+    )
     register(loaded, (FINISH,), "gpu")  # for which everything is there since the start

@@ -95,7 +95,7 @@ class Attention(SelfAttention):
     def project(
         self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        groups = self.grouped(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.group + 2, self.head_dim)
+        groups = self.grouped.rounded(x, norm).reshape(*x.shape[:2], -1, self.group + 2, self.head_dim)
         parts = jnp.split(groups, (self.group, self.group + 1), axis=3)
         query, key, value = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:

@@ -1,4 +1,4 @@
-"""A decoder's layer of one token between two sums of experts: by four kernels that overlap on a Hopper GPU.
+"""A decoder's layer of one to eight tokens between two sums of experts: by four kernels that overlap on a Hopper GPU.
 
 Norm, queries, keys and values, their rotation, the cache, attention, the product of the result, the residual, norm and
 router. Derivatives are those of the definition, in plain jnp.
@@ -21,6 +21,7 @@ from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Shaped
 
 # As jmx/ffi/one_token/src/call.h has them.
+MOST_TOKENS = 8
 DIM = 64  # channels of a head
 MOST_GROUP = 8
 MOST_COLUMNS = 4096  # of a matrix
@@ -30,17 +31,17 @@ _NO_TILE = Tile(2, 1024, 4)  # of definitions, which have none
 
 
 class Operands(NamedTuple):
-    """Operands. None: not in this call.
+    """Operands of T tokens, each of another row. None: not in this call.
 
     Args:
-        x: (1, H), bfloat16 as all weights and the cache.
+        x: (T, H), bfloat16 as all weights and the cache.
         scale: of the norm before attention, float32 (H,).
         heads: weights (kv_heads * (group + 2) * D, H): of each key head its queries, the key, and the value.
         heads_bias: (kv_heads * (group + 2) * D,).
-        cos, sin: float32 (1, D / 2), of the position.
-        cache: (2, 1, kv_heads, C, D), keys and values; or in pages, (2, pages, kv_heads, page, D).
-        tables: int32 (1, pages of the row), or None.
-        position: int32 (1,); beyond the last one of the cache it is the last.
+        cos, sin: float32 (T, D / 2), of the positions.
+        cache: (2, T, kv_heads, C, D), keys and values; or in pages, (2, pages, kv_heads, page, D).
+        tables: int32 (T, pages of a row), or None.
+        position: int32 (T,); beyond the last one of the cache it is the last.
         sinks: float32 (kv_heads * group,): one more logit a head, without a value.
         out: weights (H, kv_heads * group * D).
         out_bias: (H,).
@@ -71,7 +72,7 @@ _OPTIONAL = ("heads_bias", "tables", "sinks", "out_bias", "router_bias")
 
 
 class Results(NamedTuple):
-    """The residual stream (1, H) after attention; the cache; logits, float32 (1, E); the normed token (1, H)."""
+    """The residual stream (T, H) after attention; the cache; logits, float32 (T, E); the normed tokens (T, H)."""
 
     x: Any
     cache: Any
@@ -86,6 +87,9 @@ def reject_reason(given: Operands, environment: Environment) -> str | None:
         this = environment.platform if capability is None else ".".join(map(str, capability))
         return f"needs a GPU of compute capability 9.0 (this is {this})"
     biases = (name for name in _BIASES if getattr(given, name) is not None)
+    tokens = given.x.shape[0]
+    if not isinstance(tokens, int) or tokens > MOST_TOKENS:
+        return f"tokens (={tokens}) must be at most {MOST_TOKENS}"
     for name in ("x", "heads", "out", "router", "cache", *biases):
         dtype = getattr(getattr(given, name), "dtype", None)  # quantized weights have none
         if dtype != jnp.bfloat16:
@@ -128,7 +132,7 @@ class OneToken:
     def shapes(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
         given = self.operands(arrays)
         x = jax.ShapeDtypeStruct(given.x.shape, given.x.dtype)
-        logits = jax.ShapeDtypeStruct((1, given.router.shape[0]), jnp.float32)
+        logits = jax.ShapeDtypeStruct((given.x.shape[0], given.router.shape[0]), jnp.float32)
         return [x, jax.ShapeDtypeStruct(given.cache.shape, given.cache.dtype), logits, x]
 
     def define(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
@@ -137,13 +141,16 @@ class OneToken:
         pages = 1 if given.tables is None else given.tables.shape[1]
         position = jnp.minimum(given.position, length * pages - 1)
         number, place = jnp.divmod(position, length)
-        numbers = number if given.tables is None else given.tables[0][number]
+        if given.tables is None:
+            numbers = jnp.arange(given.x.shape[0])
+        else:
+            numbers = jnp.take_along_axis(given.tables, number[:, None], axis=1)[:, 0]
         of_heads = heads.Operands(
             given.x, given.scale, given.heads, given.heads_bias, given.cos, given.sin, given.cache, numbers, place
         )
         query, cache = heads.Heads(_NO_TILE, self.epsilon).define(of_heads)
-        attended = _attend(query[0], cache, given, position[0], self.window)
-        of_out = linear.Operands(attended.reshape(1, -1), None, given.out, given.out_bias, given.x)
+        attended = _attend(query, cache, given, position, self.window)
+        of_out = linear.Operands(attended.reshape(given.x.shape[0], -1), None, given.out, given.out_bias, given.x)
         (x,) = linear.Linear(_NO_TILE).define(of_out)
         of_router = linear.Operands(x, given.router_scale, given.router, given.router_bias, None)
         logits, normed = linear.Linear(_NO_TILE, self.router_epsilon, normed=True).define(of_router)
@@ -153,7 +160,8 @@ class OneToken:
         present = sum((name in self.present) << bit for bit, name in enumerate(_OPTIONAL))
         aliases = {self.present.index("cache"): 1}
         given = self.operands(arrays)
-        between = [jax.ShapeDtypeStruct((size,), given.x.dtype) for size in (given.heads.shape[0], given.out.shape[1])]
+        sizes = given.heads.shape[0], given.out.shape[1]
+        between = [jax.ShapeDtypeStruct((given.x.shape[0], size), given.x.dtype) for size in sizes]
         call = jax.ffi.ffi_call(TARGET, [*self.shapes(*arrays), *between], input_output_aliases=aliases)
         results = call(
             *arrays,
@@ -166,28 +174,29 @@ class OneToken:
 
 
 def _attend(
-    query: Shaped[Array, "heads D"],
+    query: Shaped[Array, "T heads D"],
     cache: Shaped[Array, "2 pages kv_heads C D"],
     given: Operands,
     position: Array,
     window: int | None,
-) -> Shaped[Array, "heads D"]:
+) -> Shaped[Array, "T heads D"]:
     """Softmax of the scores, with the sink, times the values, in float32."""
-    if given.tables is not None:
-        cache = cache[:, given.tables[0]]
-    keys, values = cache.swapaxes(1, 2).reshape(2, cache.shape[2], -1, cache.shape[4]).astype(jnp.float32)
-    groups = query.astype(jnp.float32).reshape(keys.shape[0], -1, query.shape[1])
-    scores = jnp.einsum("hgd,hkd->hgk", groups, keys, precision="highest") * query.shape[1] ** -0.5
-    at = jnp.arange(keys.shape[1])
-    seen = at <= position
+    tokens, _, dim = query.shape
+    cache = cache[:, jnp.arange(tokens)[:, None] if given.tables is None else given.tables]
+    keys, values = cache.swapaxes(2, 3).reshape(2, tokens, cache.shape[3], -1, dim).astype(jnp.float32)
+    groups = query.astype(jnp.float32).reshape(tokens, keys.shape[1], -1, dim)
+    scores = jnp.einsum("thgd,thkd->thgk", groups, keys, precision="highest") * dim**-0.5
+    at = jnp.arange(keys.shape[2])
+    seen = at <= position[:, None]
     if window is not None:
-        seen &= at > position - window
-    scores = jnp.where(seen, scores, -jnp.inf)
+        seen &= at > position[:, None] - window
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     if given.sinks is not None:
-        scores = jnp.concatenate([scores, given.sinks.reshape(*scores.shape[:2], 1)], axis=-1)
+        sinks = jnp.broadcast_to(given.sinks.reshape(*scores.shape[1:3], 1), (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
     shares = jax.nn.softmax(scores, axis=-1)[..., : len(at)]
-    values = jnp.where(seen[:, None], values, 0)  # what is not written yet may be anything
-    return jnp.einsum("hgk,hkd->hgd", shares, values, precision="highest").astype(query.dtype).reshape(query.shape)
+    values = jnp.where(seen[:, None, :, None], values, 0)  # what is not written yet may be anything
+    return jnp.einsum("thgk,thkd->thgd", shares, values, precision="highest").astype(query.dtype).reshape(query.shape)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

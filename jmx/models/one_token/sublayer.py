@@ -1,8 +1,9 @@
-"""A layer of one token up to its router by four overlapping kernels, for modules of `jmx.models`, where possible."""
+"""A layer of few tokens up to its router by four overlapping kernels, for modules of `jmx.models`, where possible."""
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 import jmx
 from jmx.ffi.one_token.library import library
@@ -32,12 +33,12 @@ def attend_and_route(
     """The residual stream with attention's result, the cache with the token, and the router's results.
 
     Args:
-        x: (1, 1, H), the input of `norm`. The rest as `SelfAttention.__call__` has it.
+        x: (T, 1, H), the input of `norm`. The rest as `SelfAttention.__call__` has it.
 
     Returns:
         None: other code is to compute it.
     """
-    if starts is None or not isinstance(attention, Attention) or x.shape[:-1] != (1, 1):
+    if starts is None or not isinstance(attention, Attention) or x.shape[1] != 1:
         return None
     if attention.norms is not None or attention.clip is not None:
         return None
@@ -45,7 +46,7 @@ def attend_and_route(
     if any(its.summed for its in (*linears, *norms)) or not all(its.local for its in linears):
         return None
     paged = isinstance(cache, PagedLayer)
-    if paged and len(cache.places.positions) > 1:
+    if paged and len(cache.places.positions) > cache.num_rows:  # blocks of a prompt, too
         return None
     weights = [its.weights.get_value() for its in linears]
     biases = [None if its.bias is None else its.bias[...] for its in linears]
@@ -54,8 +55,8 @@ def attend_and_route(
         scale=norm.scale[...],
         heads=weights[0],
         heads_bias=biases[0],
-        cos=angles[0][:, 0],
-        sin=angles[1][:, 0],
+        cos=jnp.broadcast_to(angles[0][:, 0], (x.shape[0], angles[0].shape[-1])),
+        sin=jnp.broadcast_to(angles[1][:, 0], (x.shape[0], angles[1].shape[-1])),
         cache=cache.pages if paged else cache,
         tables=cache.places.tables if paged else None,
         position=cache.places.positions if paged else starts,

@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from jmx.experts import Experts
-from jmx.numerics.formats import MXFP4, BlockScaled, Format
+from jmx.numerics.formats import BlockScaled, Format
 from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
-from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.mosaic_sm90.layout import Tile, is_shifted
 from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.util.typing import Array, Float32, Int32
@@ -66,7 +66,7 @@ def transposed(role: str, experts: Experts, users: Int32[Array, " B"]) -> Produc
     every = experts.merged()
     gate_up, down = alike(every.gate_up, every.down, experts.format)
     weight, shifts = gate_up if role == "gate_up" else down, None
-    if experts.format == MXFP4:
+    if is_shifted(experts.format):
         shifts = weight.scales.at[users, :, -1, 0].get(mode="promise_in_bounds")
         shifts = lax.bitcast_convert_type(shifts, jnp.uint8).max(axis=1).astype(jnp.int32)
     columns = Rows(experts.spec(role).shape[1], None)

@@ -5,8 +5,8 @@ gathers the rows first. Products take bfloat16 and accumulate in float32; float1
 which has a larger range.
 
 Inputs in a format are rounded to it by a kernel (`round_rows`) and multiplied as bfloat16, which holds them
-(`rounded_inputs`). Of few rows h is rounded within the same kernel (`fused_rounding`); of many each GEMM is a kernel of
-its own, with that rounding between them.
+(`rounded_inputs`). Of few rows h is rounded within the same kernel (`rounded_tiles`, `fused_rounding`); of many each
+GEMM is a kernel of its own, with that rounding between them.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, h
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
 from jmx.pallas.mosaic_sm90.rows import ALIGNMENT, ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
-from jmx.pallas.sm90.config import FEW_TOKENS
+from jmx.pallas.sm90.config import FEW_TOKENS, SHARED_MEMORY
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
@@ -108,6 +108,24 @@ class MosaicSm90(LimitedBackend):
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
+        of_work = self._products(problem, x, routing, experts, environment)
+
+        def products(work: Work) -> Float[Array, "P R H"]:
+            return of_work(work)[..., : x.shape[-1]]
+
+        tiling = self.tiling(problem, environment)
+        return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
+
+    def terms(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> grouped.Terms:
+        products = self._products(problem, x, routing, experts, environment)
+        return grouped.terms(problem, routing, self.tiling(problem, environment), products)
+
+    def _products(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> Callable[[Work], Float[Array, "P R W"]]:
+        """Computes the results of blocks' rows, with padding after their columns."""
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows
         from jmx.pallas.mosaic_sm90.grouped_gemm import Product
@@ -131,7 +149,7 @@ class MosaicSm90(LimitedBackend):
             rows = ordered_rows(given.values[:, : x.shape[1]], tokens, order, of_experts)
             return RoundedRows(rows, given.take(tokens)), blocks._replace(x_rows=ROW_ALIGNMENT)
 
-        def products(work: Work) -> Float[Array, "P R H"]:
+        def products(work: Work) -> Float[Array, "P R W"]:
             rows, blocks = rows_and_blocks(work)
             first = Product(
                 gate_up,
@@ -156,10 +174,9 @@ class MosaicSm90(LimitedBackend):
                 dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
                 both = dataclasses.replace(first, dtype=dtype), second
                 out = _rounded_products(problem, experts, rows.values, both, blocks, launched)
-            return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
+            return out.reshape(config.split_k, work.num_rows, -1)
 
-        tiling = self.tiling(problem, environment)
-        return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
+        return products
 
     def apply_saving(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
@@ -274,7 +291,7 @@ def _rounded_products(
 ) -> Float[Array, "parts_rows N"]:
     """Both products, h rounded in between: in the same launch where rows are few, else by a kernel between two."""
     # Importing Pallas takes a second.
-    from jmx.pallas.mosaic_sm90 import fused_rounding
+    from jmx.pallas.mosaic_sm90 import fused_rounding, rounded_tiles
     from jmx.pallas.mosaic_sm90.kernel import expert_products, one_product
 
     first, second = products
@@ -282,8 +299,13 @@ def _rounded_products(
     few = fused_rounding.pays(num_rows, config.num_warpgroups, launched["num_cores"])
     if few and num_rows and columns % ALIGNMENT == 0:
         assert problem.input_format is not None
+        format, maxima = INPUT_FORMATS[problem.input_format], 4 * rounded_tiles.words(config.block_n)
+        fits = config.shared_memory(_tile_bytes(problem)) + config.num_warpgroups * maxima <= SHARED_MEMORY
         rounding = fused_rounding.Rounding(
-            format=INPUT_FORMATS[problem.input_format], static_scale=experts.input_scale("down"), columns=columns
+            format=format,
+            static_scale=experts.input_scale("down"),
+            columns=columns,
+            by_tile=fits and rounded_tiles.has_blocks_of_tiles(format, columns),
         )
         second = dataclasses.replace(second, row_scales=rounding.given_scales(num_rows))
         return expert_products(padded(rows), first, second, blocks, rounding=rounding, **launched)

@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import added, tile_mma, transposed
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm
+from jmx.pallas.mosaic_sm90.layout import is_shifted
 from jmx.pallas.mosaic_sm90.scheduler import WorkItem
 from jmx.pallas.sm90 import accumulator, counters, epilogue
 from jmx.pallas.sm90.launch import for_width
@@ -36,7 +36,7 @@ class Loaded(NamedTuple):
     Args:
         item: with this warpgroup's tile.
         x_row, first_row, num_rows: of the block, in the rows read, if these have scales, and in the result.
-        exponent, rescale: of MXFP4, from `tile_mma.tile_scalars`; None for other formats.
+        exponent, rescale: from `tile_mma.tile_scalars`, of formats with a shift (see `layout`); else None.
         channel_scales, bias: of the thread's first and second row, where the product has them.
         group: of what is added, where something is.
     """
@@ -68,11 +68,11 @@ class Consumer:
             item = item._replace(tile=item.tile + self.wm)
             expert = blocks.experts[item.block]
             inside = jnp.minimum(item.tile, gemm.schedule.m_tiles - 1)
-            exponent = rescale = None
+            exponent, rescale, elements = None, None, gemm.decoder.tile.elements
             if operands.shifts is not None:
-                exponent, rescale = tile_mma.block_scalars(operands.shifts[item.block])
-            elif gemm.product.format == MXFP4:
-                exponent, rescale = tile_mma.tile_scalars(operands.scales, expert, inside)
+                exponent, rescale = tile_mma.block_scalars(operands.shifts[item.block], elements)
+            elif is_shifted(gemm.product.format):
+                exponent, rescale = tile_mma.tile_scalars(operands.scales, expert, inside, elements)
             channel_scales, bias = (
                 None if ref is None else epilogue.load_row(ref, gemm.product.rows, expert, item.tile, operands.order)
                 for ref in (operands.channel_scales, operands.bias)
@@ -188,6 +188,8 @@ class Consumer:
             outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
         first = item.part * gemm.num_rows + loaded.first_row
         outs = [out.astype(product.dtype) for out in outs]
+        if gemm.tiles is not None:
+            outs = gemm.tiles.round(outs)
         epilogue.store(gemm.out, outs, product.stored, item.tile, first, loaded.num_rows)
         if gemm.is_read and gemm.rounded is None:
             counters.signal(gemm.written, gemm.schedule.counter(item))

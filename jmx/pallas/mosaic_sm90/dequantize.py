@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.numerics.formats import MXFP4, Format
+from jmx.numerics.formats import Format
 from jmx.pallas.mosaic_sm90.elements import (
     E2M1,
     E4M3,
@@ -34,7 +34,7 @@ from jmx.pallas.mosaic_sm90.elements import (
     PLACE,
     ROTATIONS,
 )
-from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.mosaic_sm90.layout import Tile, is_shifted
 from jmx.pallas.sm90.tiles import TILE
 
 Register = Any  # of 32 bits: an MLIR value, or in tests a numpy array
@@ -98,8 +98,8 @@ _ADD = "fma.rn.bf16x2 $0, $1, $2, $3;"
 class Decoder:
     """Dequantizes tiles of `format` with scales of `scale_dtype` to bfloat16.
 
-    The results are the weights times 2^-`rescale_exponent`, and for MXFP4 also times 2^-shift (see `layout`). Scales of
-    whole rows are not included. The epilogue applies all of these to sums.
+    The results are the weights times 2^-`rescale_exponent`, and of formats with a shift times 2^-shift (see `layout`).
+    Scales of whole rows are not included. The epilogue applies all of these to sums.
     """
 
     format: Format
@@ -112,7 +112,7 @@ class Decoder:
     @property
     def rescale_exponent(self) -> int:
         """The power of two by which the epilogue rescales sums."""
-        if self.format == MXFP4:
+        if is_shifted(self.format):
             return 0
         e4m3_scales = self.tile.scales and self.scale_dtype.itemsize == 1
         return self.tile.elements.unit - (_E4M3_SCALE_EXPONENT if e4m3_scales else _SCALE_EXPONENT)
@@ -135,7 +135,7 @@ class Decoder:
         Args:
             words: of its values.
             scales, zero_points: `scale_words` and `zero_point_words` of them.
-            exponent: for MXFP4: (126 - shift) in the exponents of two bfloat16.
+            exponent: of formats with a shift: (`elements.unit` - shift) in the exponents of two bfloat16.
             run: emits or executes an instruction; see the module's docstring.
         """
         tile = self.tile
@@ -219,7 +219,7 @@ class Decoder:
         else:
             word, nth = scale
             match self.scale_dtype.itemsize, self.scale_dtype.name:
-                case 1, _ if self.format == MXFP4:
+                case 1, _ if is_shifted(self.format):
                     high = run(_EXPONENT.format(select=0x4040 + 0x101 * nth), word, exponent)
                 case 1, _:
                     two = run(_E4M3_SCALES[nth % 2], word)

@@ -39,11 +39,14 @@ class Rounding:
         format: one of `rounded_inputs.INPUTS`.
         static_scale: of a format that has one.
         columns: of h, a multiple of 8, without padding.
+        by_tile: whether the epilogue rounds it (`rounded_tiles`), which must have been checked; else it is rounded when
+            all rows are written.
     """
 
     format: InputFormat
     static_scale: Float32[Array, ""] | None
     columns: int
+    by_tile: bool
 
     def shapes(self, num_rows: int) -> list[jax.ShapeDtypeStruct]:
         """Of the rounded rows, with zeros up to whole tiles, and of their scales, if each row has one."""

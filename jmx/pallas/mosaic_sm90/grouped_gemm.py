@@ -11,13 +11,13 @@ from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.fused_rounding import RoundedRows
+from jmx.pallas.mosaic_sm90.rounded_tiles import RoundedTiles
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
 from jmx.pallas.sm90.gemm import BaseProduct, Operands, Rows
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
-from jmx.pallas.sm90.row import WORDS
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Int32
@@ -34,7 +34,8 @@ class Product(BaseProduct):
         transposed: whether rows are multiplied with the weight itself, not with its transpose: rows @ weight[expert].
             Columns of the rows are in the weight's order of tiles (`Rows.stored`), and already multiplied by its scales
             of whole rows. `rows` are the weight's columns. There is no bias and no activation.
-        shifts: of each block of rows, with `transposed` and MXFP4: a shift (see `layout`) for all tiles of its expert.
+        shifts: of each block of rows, with `transposed` and a format with shifts (see `layout`): one for all tiles of
+            its expert.
         added: to the sums before the activation; None: 0. The product must have one part.
     """
 
@@ -80,10 +81,10 @@ class SharedMemory(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any, *, transposed: bool, rounds: bool
+        cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any, *, transposed: bool, words: int
     ) -> "SharedMemory":
-        """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`. `rounds`: whether rows are
-        rounded in the launch."""
+        """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`. `words`: of `warp_maxima`,
+        for each warpgroup; 0 if no rows are rounded in the launch."""
         num_stages, stage_tiles = config.num_stages, config.stage_tiles
 
         def tiles(array: Any, rows: int = 1) -> Any:
@@ -102,7 +103,7 @@ class SharedMemory(NamedTuple):
         copies = sum(buffer is not None for buffer in stages)  # into a stage
         sums = PartialSums.scratch(config.warpgroups_m, max(2, config.warpgroups_k), config.block_n)
         if config.warpgroups_k == 1:  # no reduction, and in its buffer's place there is `warp_maxima`
-            sums = sums._replace(values=None if rounds else plgpu.SMEM((1, 1, 1, 128), jnp.float32))
+            sums = sums._replace(values=None if words else plgpu.SMEM((1, 1, 1, 128), jnp.float32))
         return cls(
             stages=stages,
             sums=sums.values,
@@ -110,7 +111,7 @@ class SharedMemory(NamedTuple):
             empty_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=config.num_warpgroups),
             sums_full_barriers=sums.full_barriers,
             sums_empty_barriers=sums.empty_barriers,
-            warp_maxima=plgpu.SMEM((config.num_warpgroups, WORDS), jnp.int32) if rounds else None,
+            warp_maxima=plgpu.SMEM((config.num_warpgroups, words), jnp.int32) if words else None,
         )
 
     @property
@@ -129,7 +130,8 @@ class Gemm:
         x_rows: each block's first row in `x`.
         before: the schedule of the GEMM of this kernel that computes `x`; None for the first GEMM.
         is_read: whether another GEMM of this kernel reads the result.
-        rounded: that result, if it is rounded before the other GEMM reads it; None: it is not.
+        rounded: that result, if it is rounded before the other GEMM reads it, when all of it is written; else None.
+        tiles: how the epilogue rounds that result, if it does; else None.
         config, decoder: the kernel's.
         blocks, num_blocks: blocks of rows, with references, and the number of those in use.
         num_rows: of the result.
@@ -148,6 +150,7 @@ class Gemm:
     before: Schedule | None
     is_read: bool
     rounded: RoundedRows | None
+    tiles: RoundedTiles | None
     config: Config
     decoder: Decoder
     blocks: Blocks

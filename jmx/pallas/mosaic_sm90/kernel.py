@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.grouping import Blocks
+from jmx.pallas.mosaic_sm90 import rounded_tiles
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.consumer import consume
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
@@ -41,6 +42,7 @@ from jmx.pallas.mosaic_sm90.scheduler import Schedule, schedules
 from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
+from jmx.pallas.sm90.row import WORDS
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 from jmx.util.typing import Array, Float
@@ -117,7 +119,12 @@ def _products(
         for product, schedule in zip(products, all_schedules, strict=True)
     ]
 
+    by_tile, words = rounding is not None and rounding.by_tile, 0
     if rounding is not None:
+        words = rounded_tiles.words(config.block_n) if by_tile else WORDS
+    if by_tile:
+        outputs[0] = jax.ShapeDtypeStruct(outputs[0].shape, jnp.bfloat16)
+    elif rounding is not None:
         outputs += rounding.shapes(num_rows)
 
     def body(
@@ -132,8 +139,11 @@ def _products(
         work = blocks.with_refs(block_refs)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_blocks = work.number
-        rounded = None
-        if rounding is not None:
+        rounded = tiles = None
+        if rounding is not None and by_tile:
+            maxima = shared.warp_maxima.at[warpgroup]
+            tiles = rounded_tiles.RoundedTiles(format=rounding.format, static=static, maxima=maxima)
+        elif rounding is not None:
             values, *scales = outs[len(products) :]
             of_rows = {"values": values, "scales": scales[0] if scales else None, "static": static, "counted": written}
             rounded = RoundedRows(rounding=rounding, h=outs[0], **of_rows)
@@ -158,6 +168,7 @@ def _products(
                 share = Share.of(start, schedule.num_items(num_blocks), schedule.k_steps, num_cores)
                 refs = {"operands": operands[nth], "x": rows, "out": outs[nth], "x_rows": x_rows}
                 followed = nth + 1 < len(products)
+                refs["tiles"] = tiles if followed else None
                 yield gemm(product=product, schedule=schedule, share=share, before=before, is_read=followed, **refs)
                 if followed:
                     start, before, rows, x_rows = share.end(overrun_first=True), schedule, outs[nth], work.out_rows
@@ -171,9 +182,7 @@ def _products(
         specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
 
     operands = tuple(map(operands_of, products))
-    shared = SharedMemory.of(
-        config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed, rounds=rounding is not None
-    )
+    shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed, words=words)
     kernel = persistent_kernel(
         body, "mosaic_transposed" if first.transposed else "mosaic", config, num_cores, outputs, shared
     )

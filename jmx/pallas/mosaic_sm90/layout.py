@@ -16,9 +16,10 @@ below it is its up, so one thread holds both for the activation.
 
 Block scales are stored by tile, too, those of a group of 4 lanes together: for rows {0, 8} those of the tile's blocks.
 A block of 128 columns has its scale in both of its tiles. Scales keep their dtype and bits (e8m0 and e4m3 as bytes).
-For MXFP4 each row of tiles has one more chunk, with the *shift* in every byte: max(0, largest scale code - 128). Scale
-codes are lowered by it, since bfloat16 could not hold their multipliers, and the epilogue rescales results by it. Zero
-points are stored like scales, in 16 bits: the bfloat16 of zero point plus the elements' offset, in units of 2^-133.
+For MXFP4 and MXFP8 each row of tiles has one more chunk, with the *shift* in every byte: what the largest scale code is
+above 128 (MXFP4) or 134 (MXFP8), else 0. Scale codes are lowered by it, since bfloat16 could not hold their
+multipliers, and the epilogue rescales results by it. Zero points are stored like scales, in 16 bits: the bfloat16 of
+zero point plus the elements' offset, in units of 2^-133.
 
 Scales of whole rows, and global scales, are unchanged: the epilogue multiplies by them. A column order is unchanged,
 too: rows of x are gathered by that of "gate_up", and the rows of "gate_up" are stored such that h has that of "down".
@@ -38,14 +39,14 @@ import numpy as np
 from jax import lax
 
 from jmx.numerics import formats, layouts
-from jmx.numerics.formats import MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format
+from jmx.numerics.formats import MXFP4, MXFP8, NVFP4, WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.elements import PAIRS, Elements, elements_of
 from jmx.pallas.sm90.tiles import THREADS, TILE, VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
 from jmx.util.typing import Array, Int8, Int32, Shaped, UInt8, UInt16
 
 Rows = Int32[Array, "*lead N"] | None  # the order of the rows of "gate_up", from `Layout.rows`
-_MAX_UNSHIFTED = 128  # the largest scale code of MXFP4 whose multiplier, 2^(code - 1), is a bfloat16
+_MAX_EXPONENT = 254  # of bfloat16, as a code
 _WORDS = 4  # of 32 bits in one load
 
 
@@ -85,6 +86,11 @@ class Tile:
         """Of a tile with everything that comes by the tile, at most."""
         rest = self.scales * self.scale_bytes + self.zero_points * 2
         return self.value_rows * VALUE_COLUMNS + TILE * rest
+
+
+def is_shifted(format: Format) -> bool:
+    """Whether rows of tiles have a shift: their scales are powers of two, e8m0."""
+    return format in (MXFP4, MXFP8)
 
 
 def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Array, "tiles k_rows 256"]:
@@ -135,9 +141,10 @@ def _as_bits(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return lax.bitcast_convert_type(array, np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _with_shift(scales: UInt8[Array, "tiles chunks chunk"]) -> UInt8[Array, "tiles chunks_1 chunk"]:
-    """Appends the chunk with the shift to each row of tiles."""
-    shift = jnp.maximum(scales.max(axis=(1, 2)), _MAX_UNSHIFTED) - _MAX_UNSHIFTED
+def _with_shift(scales: UInt8[Array, "tiles chunks chunk"], elements: Elements) -> UInt8[Array, "tiles chunks_1 chunk"]:
+    """Appends the chunk with the shift to each row of tiles. A code's multiplier has the exponent code + unit."""
+    unshifted = _MAX_EXPONENT - elements.unit
+    shift = jnp.maximum(scales.max(axis=(1, 2)), unshifted) - unshifted
     return jnp.concatenate([scales, jnp.broadcast_to(shift[:, None, None], scales[:, :1].shape)], axis=1)
 
 
@@ -160,7 +167,7 @@ def _forward_one(expert: tuple[BlockScaled, Array | None], spec: WeightSpec, one
     scales = zero_points = None
     if q.scales is not None:
         scales = _tile_blocks(q.scales, spec, tile.scales, one)
-        scales = _with_shift(scales) if spec.format == MXFP4 else scales
+        scales = _with_shift(scales, tile.elements) if is_shifted(spec.format) else scales
     if q.zero_points is not None:
         zero_points = _biased(_tile_blocks(q.zero_points, spec, tile.zero_points, 0), tile.elements.offset)
     return BlockScaled(_tile_values(q.values, spec), scales, zero_points=zero_points)
@@ -170,7 +177,7 @@ def _inverse_one(expert: tuple[BlockScaled, Array | None], spec: WeightSpec) -> 
     q, rows = expert
     scales = zero_points = None
     if q.scales is not None:
-        scales = _untile_blocks(q.scales[:, :-1] if spec.format == MXFP4 else q.scales, spec)
+        scales = _untile_blocks(q.scales[:, :-1] if is_shifted(spec.format) else q.scales, spec)
     if q.zero_points is not None:
         zero_points = _unbiased(_untile_blocks(q.zero_points, spec), elements_of(spec.format).offset)
     q = BlockScaled(_untile_values(q.values, spec), scales, zero_points=zero_points)
@@ -213,12 +220,12 @@ def _take(q: BlockScaled, spec: WeightSpec, index: Index, rows: Rows = None) -> 
     return _inverse_packed(layouts.gather(q, index), spec, rows)
 
 
-# `dequantize` handles the scales of MXFP4 and of NVFP4 each in its own way.
+# `dequantize` handles the scales of MXFP4 and MXFP8, and those of NVFP4, each in its own way.
 LAYOUT = Layout(
     "mosaic_sm90",
     forward=_forward,
     inverse=_inverse,
     take=_take,
-    formats=(MXFP4.name, NVFP4.name, *formats.with_float_scales(jnp.int4, jnp.int8, jnp.float8_e4m3fn)),
+    formats=(MXFP4.name, NVFP4.name, MXFP8.name, *formats.with_float_scales(jnp.int4, jnp.int8, jnp.float8_e4m3fn)),
     orders_rows=True,
 )

@@ -141,7 +141,7 @@ def round_row(
                 _each(places, lambda place: llvm.store(scale, address_of(scales, place, i32())))
         for start, words, (divisor, factor) in zip(starts, loaded, of_pieces, strict=True):
             with utils.when(less(start, constant(width))):  # else ptxas rounds all pieces at once
-                elements = _elements(row.floats_of(words, dtype), divisor, format)
+                elements = elements_of_block(row.floats_of(words, dtype), divisor, format)
                 halves = [run(_PACK, *elements[i : i + 2], factor) for i in range(0, row.VECTOR, 2)]
                 four = llvm.mlir_undef(ir.VectorType.get((4,), i32()))
                 for i, two in enumerate(halves):
@@ -181,12 +181,20 @@ def _of_row(
 def _of_block(
     words: list[ir.Value], format: InputFormat, static: ir.Value | None, dtype: np.dtype[Any]
 ) -> tuple[ir.Value, ir.Value]:
-    """Bits of what this thread's elements are divided by, and of what they are multiplied by once they are rounded.
+    """`scale_of_block` of the block of this thread's elements."""
+    assert isinstance(format.block_size, int)
+    largest = row.across_lanes(row.largest_of(words, dtype), format.block_size // row.VECTOR, dtype)
+    return scale_of_block(largest, format, static, dtype)
+
+
+def scale_of_block(
+    largest: ir.Value, format: InputFormat, static: ir.Value | None, dtype: np.dtype[Any]
+) -> tuple[ir.Value, ir.Value]:
+    """Bits of what a block's elements are divided by, and of what they are multiplied by once they are rounded, for its
+    largest magnitude.
 
     Of a scale that is a power of two the first is its reciprocal, which multiplies.
     """
-    assert isinstance(format.block_size, int)
-    largest = row.across_lanes(row.largest_of(words, dtype), format.block_size // row.VECTOR, dtype)
     largest, finite = row.as_float(largest, dtype)
     if static is not None:
         limit = run(row.PRODUCT, constant(int(np.float32(6).view(np.int32))), static)
@@ -203,7 +211,7 @@ def _of_block(
     return reciprocal, arith.select(finite, power, constant(row.NAN))
 
 
-def _elements(floats: list[ir.Value], divisor: ir.Value, format: InputFormat) -> list[ir.Value]:
+def elements_of_block(floats: list[ir.Value], divisor: ir.Value, format: InputFormat) -> list[ir.Value]:
     """Bits of the elements nearest to quotients."""
     if not isinstance(format.block_size, int):
         found = (row.limited_quotients if format.static else row.quotients)(floats, divisor)

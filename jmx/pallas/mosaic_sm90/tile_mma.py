@@ -15,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
+from jmx.pallas.mosaic_sm90.elements import Elements
 from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i8, i32, i64, less, run, thread_index, utils, wide
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, fragment, operation, optional, result
@@ -22,7 +23,7 @@ from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32, Int32, Shaped
 
-_SHIFT_BYTES = 2 * TILE  # bytes of a chunk of MXFP4's scales
+_SHIFT_BYTES = 2 * TILE  # bytes of a chunk of scales in blocks of 32 columns, one byte each
 
 
 def _pairs_of_tile(decoder: Decoder, stage: Stage, exponent: Fragment | None, tile: int) -> np.ndarray:
@@ -65,7 +66,7 @@ def dequantize(
     """A tile's bytes in shared memory -> its two halves as bfloat16, in the registers that wgmma takes A from.
 
     Args:
-        exponent: from `tile_scalars`, for MXFP4; None for other formats.
+        exponent: from `tile_scalars`, of formats with a shift (see `layout`); else None.
         tile: the index of the tile in `stage`. It is static, and so a part of the instructions, here and below.
     """
     half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
@@ -203,32 +204,33 @@ def multiply_few(
 _MULTIPLIERS = tuple(result((), dtype, SCALAR) for dtype in (jnp.int32, jnp.float32))
 
 
-def _multipliers(shift: ir.Value) -> tuple[Fragment, ...]:
+def _multipliers(shift: ir.Value, elements: Elements) -> tuple[Fragment, ...]:
     """The results of `tile_scalars`."""
-    exponent = arith.muli(arith.subi(constant(126), shift), constant(0x00800080))
+    exponent = arith.muli(arith.subi(constant(elements.unit), shift), constant(0x00800080))
     rescale = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
-    rescale = arith.select(less(shift, constant(127)), rescale, utils.c(float("nan"), f32()))
+    rescale = arith.select(less(shift, constant(elements.unit + 1)), rescale, utils.c(float("nan"), f32()))
     splat = partial(Fragment.splat, shape=())
     return splat(exponent, is_signed=True), splat(rescale)
 
 
-def block_scalars(shift: Int32[Array, ""]) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
+def block_scalars(shift: Int32[Array, ""], elements: Elements) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
     """The same as `tile_scalars` of a known shift."""
 
     @operation(arg_types=(SCALAR,), return_type=_MULTIPLIERS)
     def body(_: Any, shift: Fragment) -> tuple[Fragment, ...]:
-        return _multipliers(shift.registers.item())
+        return _multipliers(shift.registers.item(), elements)
 
     return body(shift)
 
 
 def tile_scalars(
-    scales: Ref, expert: Int32[Array, ""], tile: Int32[Array, ""]
+    scales: Ref, expert: Int32[Array, ""], tile: Int32[Array, ""], elements: Elements
 ) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
-    """For one row of tiles of MXFP4: the `exponent` for `dequantize`, and the factor that rescales results.
+    """For one row of tiles with a shift: the `exponent` for `dequantize`, and the factor that rescales results.
 
-    A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift. A shift of 127
-    means a code 255, NaN, which is no multiplier: then the factor is NaN.
+    A scale code s becomes a multiplier whose bfloat16 exponent is s + unit - shift, from 0 to 254: of MXFP4, whose unit
+    is 126, 2^(s - 1 - shift). A shift above the unit means a code 255, NaN, which is no multiplier: then the factor is
+    NaN.
     """
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=_MULTIPLIERS)
@@ -238,6 +240,6 @@ def tile_scalars(
         last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
         at = address_of(scales, arith.muli(last, constant(_SHIFT_BYTES, i64())), i8())
         shift = arith.extui(i32(), llvm.load(i8(), at))
-        return _multipliers(shift)
+        return _multipliers(shift, elements)
 
     return body(scales, expert, tile)

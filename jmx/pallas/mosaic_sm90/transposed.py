@@ -35,7 +35,7 @@ def dequantize(
 
     Args:
         tile: the arrays of one tile.
-        exponent: from `tile_mma.block_scalars`, for MXFP4; None for other formats.
+        exponent: from `tile_mma.block_scalars`, of formats with a shift (see `layout`); else None.
     """
     half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
     types = Stage(None, *(optional(ref, plgpu.RefType()) for ref in (tile.values, tile.scales, tile.zero_points)))

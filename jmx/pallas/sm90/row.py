@@ -94,10 +94,10 @@ def largest_of(words: list[ir.Value], dtype: np.dtype[Any]) -> ir.Value:
     return magnitudes[0]
 
 
-def across_lanes(largest: ir.Value, lanes: int, dtype: np.dtype[Any]) -> ir.Value:
-    """The largest, in words or in each half of them, over groups of so many lanes."""
+def across_lanes(largest: ir.Value, lanes: int, dtype: np.dtype[Any], *, least: int = 1) -> ir.Value:
+    """The largest, in words or in each half of them, over groups of so many lanes, of those `least` apart."""
     distance = lanes // 2
-    while distance:
+    while distance >= least:
         other = utils.inline_ptx(_ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True)
         largest = run(_LARGER[dtype.itemsize], largest, other)
         distance //= 2

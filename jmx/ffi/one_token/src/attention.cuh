@@ -19,13 +19,13 @@ struct Block {
 
 class Attention {
  public:
-  // The positions that are attended to, and the splits of their keys.
-  __device__ Attention(const Call& call, AttentionShared& shared, int position) : call_(call), shared_(shared) {
+  // The positions that are attended to, and the splits of their keys. `cta`: of those of this token.
+  __device__ Attention(const Call& call, AttentionShared& shared, int cta, int position) : call_(call), shared_(shared) {
     position_ = min(position, call.page * call.num_pages - 1);
     begin_ = call.window > 0 ? max(0, position_ - call.window + 1) : 0;
     const int blocks = (position_ + 1 - begin_ + kKeys - 1) / kKeys, each = (blocks + call.splits - 1) / call.splits;
-    head_ = blockIdx.x / call.splits;
-    split_ = blockIdx.x - head_ * call.splits;
+    head_ = cta / call.splits;
+    split_ = cta - head_ * call.splits;
     first_ = min(blocks, split_ * each);
     last_ = min(blocks, first_ + each);
   }

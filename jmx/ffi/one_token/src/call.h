@@ -14,8 +14,15 @@ constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
+// Of several tokens' products: threads of a CTA, columns that a warp multiplies at a time, rows of the result's and of the
+// router's for one CTA.
+constexpr int kMostTokens = 8;
+constexpr int kFewThreads = 256, kFewWarps = kFewThreads / 32, kPair = 64;
+constexpr int kMostPairs = kMostColumns / kPair / kFewWarps;  // of a warp
+constexpr int kFewSlots = 6, kFewHeadsCtas = 1, kFewOutRows = 12, kFewOutAhead = 2, kFewRouterRows = kGroupRows;
 constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
+constexpr int kAttentionCtas = 132;  // at most, of several tokens with splits: one an SM
 constexpr int kSplitKeys = 16 * kAttentionWarps;  // with which the warps of a CTA have a block each
 
 // Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
@@ -40,6 +47,7 @@ struct Call {
   Bf16* normed;  // (hidden,)
   Bf16* heads;  // (kv_heads * (group + 2) * kDim,): queries, keys and values before their rotation
   Bf16* attended;  // (kv_heads * group * kDim,)
+  int tokens;  // T; of x, cos, sin, tables, position, x_out, logits, normed, heads and attended each has a row
   int hidden, kv_heads, group, experts;
   int page, num_pages;  // positions of a page, and pages of the row
   long long part_stride;  // elements between keys and values in `cache`
@@ -60,6 +68,22 @@ struct alignas(16) AttentionShared {
 // Rows are after this much of shared memory.
 constexpr int kBeforeRows = 512, kBeforeRing = 1280;
 
+// Shared memory of a CTA of several tokens' products, with sums of kRows rows; before them barriers.
+template <int kRows>
+struct FewShared {
+  unsigned long long barriers[16];
+  float squares[kFewWarps][kMostTokens];
+  union {
+    float scale[kMostColumns];  // of the norm, before there are sums
+    float sums[kFewWarps][kMostTokens][kRows];
+  };
+};
+struct FewOutShared {
+  unsigned long long barriers[16];
+  float sums[kFewWarps][kMostTokens][kFewOutRows];
+};
+constexpr auto kBeforeFewRing = sizeof(FewShared<kMostRows>), kBeforeFewRows = sizeof(FewOutShared);
+
 // One of the kernels, in their order. Each but the first may begin before the one before it has ended.
 struct Launch {
   int ctas, threads, shared_bytes;
@@ -67,15 +91,27 @@ struct Launch {
 };
 
 constexpr int kNumKernels = 4;
-constexpr const char* kKernels[kNumKernels] = {"jmx_one_token_heads", "jmx_one_token_attention",
-                                               "jmx_one_token_out", "jmx_one_token_router"};
+constexpr const char* kKernels[2][kNumKernels] = {
+    {"jmx_one_token_heads", "jmx_one_token_attention", "jmx_one_token_out", "jmx_one_token_router"},
+    {"jmx_few_tokens_heads", "jmx_few_tokens_attention", "jmx_few_tokens_out", "jmx_few_tokens_router"}};
 
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
   const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most, ctas = kHeadsCtas * call.processors;
-  const int heads_bytes = kBeforeRing + kSlots * kGroupRows * call.hidden * 2;
+  const int slot_bytes = kGroupRows * call.hidden * 2, heads_bytes = kBeforeRing + kSlots * slot_bytes;
+  const int attention_ctas = call.tokens * call.kv_heads * call.splits;
+  if (call.tokens > 1) {
+    const int out_ctas = (call.hidden + kFewOutRows - 1) / kFewOutRows;
+    const int router_ctas = (call.experts + kFewRouterRows - 1) / kFewRouterRows;
+    const int few_ctas = kFewHeadsCtas * call.processors, few_bytes = kBeforeFewRing + kFewSlots * slot_bytes;
+    launches[0] = {few_ctas > fewest ? few_ctas : fewest, kFewThreads + 32, few_bytes, 1};
+    launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
+    launches[2] = {out_ctas, kFewThreads + 32, int(kBeforeFewRows) + kFewOutRows * columns * 2, 1};
+    launches[3] = {router_ctas, kFewThreads, sizeof(FewShared<kFewRouterRows>), 1};
+    return;
+  }
   launches[0] = {ctas > fewest ? ctas : fewest, kThreads + 32, heads_bytes, 1};
-  launches[1] = {call.kv_heads * call.splits, kAttentionThreads, sizeof(AttentionShared), call.splits};
+  launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
   launches[2] = {call.hidden / kOutRows, kThreads + 32, kBeforeRows + kOutRows * columns * 2, 1};
   launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};
 }

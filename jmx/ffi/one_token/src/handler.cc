@@ -26,7 +26,7 @@ constexpr int kSharedBytes = 227 << 10;  // that a CTA of a Hopper GPU may have
 constexpr int kNumProcessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 struct OfGpu {
-  Function functions[kNumKernels] = {};
+  Function functions[2][kNumKernels] = {};  // of one token, and of several
   int processors = 0;
 };
 
@@ -42,18 +42,19 @@ class Resources {
   const OfGpu& Find(int ordinal) {
     std::lock_guard lock(mutex_);
     OfGpu& found = gpus_[ordinal];
-    if (found.functions[0] != nullptr) return found;
+    if (found.functions[0][0] != nullptr) return found;
     const Module module = image.ModuleOf(ordinal);
     const Current current(ordinal);
     OfGpu loaded;
     Check(driver().attribute(&loaded.processors, kNumProcessors, DeviceOf(ordinal)), "cuDeviceGetAttribute");
-    for (int i = 0; i < kNumKernels; ++i) {
-      Function& function = loaded.functions[i];
-      Check(driver().function(&function, module, kKernels[i]), "cuModuleGetFunction");
-      // All with the same share of an SM's memory, so that they run on it at the same time.
-      Check(driver().set_attribute(function, kCarveout, 100), "cuFuncSetAttribute");
-      if (i % 2 == 0) Check(driver().set_attribute(function, kMostShared, kSharedBytes), "cuFuncSetAttribute");
-    }
+    for (int several = 0; several < 2; ++several)
+      for (int i = 0; i < kNumKernels; ++i) {
+        Function& function = loaded.functions[several][i];
+        Check(driver().function(&function, module, kKernels[several][i]), "cuModuleGetFunction");
+        // All with the same share of an SM's memory, so that they run on it at the same time.
+        Check(driver().set_attribute(function, kCarveout, 100), "cuFuncSetAttribute");
+        if (i % 2 == 0) Check(driver().set_attribute(function, kMostShared, kSharedBytes), "cuFuncSetAttribute");
+      }
     return found = loaded;
   }
 
@@ -111,6 +112,7 @@ Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon
   Call call{};
   Arguments its(args, present);
   call.x = its.Address<Bf16>(2, ffi::BF16);
+  call.tokens = its.last(0);
   call.hidden = its.last(1);
   call.scale = its.Address<float>(1, ffi::F32);
   call.heads_weights = its.Address<Bf16>(2, ffi::BF16);
@@ -135,6 +137,7 @@ Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon
   call.experts = its.last(0);
   call.router_bias = its.Optional<Bf16>(1, ffi::BF16);
   if (args.size() != its.count() || results.size() != 6) throw std::string("wrong number of arrays");
+  if (call.tokens < 1 || call.tokens > kMostTokens) throw std::string("wrong number of tokens");
   if (call.group > kMostGroup || rows != call.kv_heads * (call.group + 2) * kDim) throw std::string("wrong heads");
 
   call.x_out = ResultOf<Bf16>(results, 0);
@@ -148,7 +151,8 @@ Call CallOf(int64_t present, int64_t window, float epsilon, float router_epsilon
   call.router_epsilon = router_epsilon;
   const int positions = call.page * call.num_pages;
   const int seen = window > 0 ? std::min<int64_t>(window, positions) : positions;
-  call.splits = std::clamp((seen + kSplitKeys - 1) / kSplitKeys, 1, kMostSplits);
+  const int most = std::clamp(kAttentionCtas / (call.tokens * call.kv_heads), 1, kMostSplits);
+  call.splits = std::clamp((seen + kSplitKeys - 1) / kSplitKeys, 1, call.tokens == 1 ? kMostSplits : most);
   return call;
 }
 
@@ -174,7 +178,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
       if (i > 0) attributes[number++] = {kOverlap, 0, {1}};
       const LaunchConfig config{
           {unsigned(ctas), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared_bytes), stream, attributes, number};
-      Check(driver().launch_extended(&config, gpu.functions[i], parameters, nullptr), "cuLaunchKernelEx");
+      Check(driver().launch_extended(&config, gpu.functions[call.tokens > 1][i], parameters, nullptr), "cuLaunchKernelEx");
     }
   });
 }

@@ -5,6 +5,7 @@
 // the result's product start when those of the first one have freed their shared memory, so that weights come in the
 // order in which they are needed, while attention runs, too.
 #include "attention.cuh"
+#include "few_tokens.cuh"
 #include "tile.cuh"
 
 namespace jmx {
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)
   using namespace jmx;
   BeginNext();
   AttentionShared& shared = *reinterpret_cast<AttentionShared*>(SharedMemory());
-  Attention attention(call, shared, __ldg(call.position));
+  Attention attention(call, shared, blockIdx.x, __ldg(call.position));
   attention.Begin();
   AwaitLast();
   attention.Run();
@@ -147,4 +148,128 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads)
     packed.z = Pack(its[4] * rate, its[5] * rate), packed.w = Pack(its[6] * rate, its[7] * rate);
     reinterpret_cast<uint4*>(call.normed)[at] = packed;
   }
+}
+
+// The same for several tokens.
+
+extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)  // for its registers
+    jmx_few_tokens_heads(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  BeginNext();
+  auto& shared = *reinterpret_cast<FewShared<kMostRows>*>(SharedMemory());
+  const int rows = call.kv_heads * (call.group + 2) * kDim;
+  const FewRing ring(call.heads_weights, call.hidden, rows);
+  if (threadIdx.x >= kFewThreads) {
+    if (threadIdx.x == kFewThreads) ring.Begin();
+    __syncthreads();
+    if (threadIdx.x == kFewThreads) ring.Continue();
+    return;
+  }
+  Tokens x;
+  x.Load(call.x, call.tokens, call.hidden);
+  CopyScale(call.scale, call.hidden, shared.scale);
+  const int row = threadIdx.x % kMostRows;
+  float bias = 0;
+  if (row < ring.Count() && call.heads_bias != nullptr) bias = Wide(LoadEarly(call.heads_bias + ring.Row() + row));
+  __syncthreads();
+  x.Normalize(shared, call.hidden, call.epsilon);
+  ring.Multiply(shared, x);
+  if (row < ring.Count())
+    for (int token = threadIdx.x / kMostRows; token < call.tokens; token += kFewThreads / kMostRows)
+      call.heads[token * rows + ring.Row() + row] = Narrow(SumOfWarps(shared, token, row) + bias);
+}
+
+// An SM has registers for one of its CTAs beside one of the first product: 3 warps of 96 and 2 of 112 for each scheduler.
+extern "C" __global__ void __maxnreg__(112)
+    jmx_few_tokens_attention(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  BeginNext();
+  AttentionShared& shared = *reinterpret_cast<AttentionShared*>(SharedMemory());
+  const int ctas = call.kv_heads * call.splits, token = blockIdx.x / ctas;
+  Call its = call;  // of this token
+  its.heads += token * call.kv_heads * (call.group + 2) * kDim;
+  its.attended += token * call.kv_heads * call.group * kDim;
+  its.cos += token * (kDim / 2), its.sin += token * (kDim / 2);
+  if (call.tables != nullptr) its.tables += token * call.num_pages;
+  else its.cache += (long long)token * call.kv_heads * call.page * kDim;
+  Attention attention(its, shared, blockIdx.x - token * ctas, __ldg(call.position + token));
+  attention.Begin();
+  AwaitLast();
+  attention.Run();
+}
+
+extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)
+    jmx_few_tokens_out(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  BeginNext();
+  auto& shared = *reinterpret_cast<FewOutShared*>(SharedMemory());
+  const int columns = call.kv_heads * call.group * kDim, first = blockIdx.x * kFewOutRows;
+  const int count = min(kFewOutRows, call.hidden - first);  // a multiple of kGroupRows
+  unsigned char* const rows = SharedMemory() + kBeforeFewRows;
+  if (threadIdx.x == 0) {
+    for (int row = 0; row < count; ++row) InitBarrier(&shared.barriers[row], 1);
+    FenceBarriers();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kFewThreads) {
+    if (threadIdx.x > kFewThreads) return;
+    for (int row = 0; row < count; ++row) {
+      if (row >= kFewOutAhead) Wait(&shared.barriers[row - kFewOutAhead], 0);
+      Copy(rows + row * columns * 2, call.out_weights + (long long)(first + row) * columns, columns * 2,
+           &shared.barriers[row]);
+    }
+    return;
+  }
+  const int row = threadIdx.x % kFewOutRows, token = threadIdx.x / kFewOutRows;
+  const bool finishes = row < count && token < call.tokens;
+  const int at = token * call.hidden + first + row;
+  float before = 0, bias = 0;
+  if (finishes) before = Wide(LoadEarly(call.x + at));
+  if (finishes && call.out_bias != nullptr) bias = Wide(LoadEarly(call.out_bias + first + row));
+  AwaitLast();
+  Tokens x;
+  x.Load(call.attended, call.tokens, columns);
+  for (int group = 0; group < count; group += kGroupRows) {
+    for (int i = 0; i < kGroupRows; ++i) Wait(&shared.barriers[group + i], 0);
+    Products products;
+    products.AddRows(rows + group * columns * 2, columns, x);
+    StoreSums(shared, group, products);
+  }
+  Sync<kFewThreads>();
+  if (finishes) call.x_out[at] = Narrow(before + Wide(Narrow(SumOfWarps(shared, token, row) + bias)));
+}
+
+extern "C" __global__ void __launch_bounds__(jmx::kFewThreads, 2)
+    jmx_few_tokens_router(const __grid_constant__ jmx::Call call) {
+  using namespace jmx;
+  auto& shared = *reinterpret_cast<FewShared<kFewRouterRows>*>(SharedMemory());
+  const int first = blockIdx.x * kFewRouterRows, last = call.experts - 1;
+  const Bf16* weights = call.router_weights + (long long)min(first + Products::RowOf(), last) * call.hidden;
+  uint4 w[kMostPairs];
+#pragma unroll
+  for (int i = 0; i < kMostPairs; ++i)
+    w[i] = LoadEarly((const void*)(weights + min(Products::VectorOf(i) * kVector, call.hidden - kVector)));
+  CopyScale(call.router_scale, call.hidden, shared.scale);
+  const int row = first + threadIdx.x % kFewRouterRows, token = threadIdx.x / kFewRouterRows;
+  float bias = 0;
+  if (row <= last && call.router_bias != nullptr) bias = Wide(LoadEarly(call.router_bias + row));
+  AwaitLast();
+  Tokens x;
+  x.Load(call.x_out, call.tokens, call.hidden);
+  x.Normalize(shared, call.hidden, call.router_epsilon);
+  Products products;
+#pragma unroll
+  for (int i = 0; i < kMostPairs; ++i) products.Add(i, x, w[i]);
+  StoreSums(shared, 0, products);
+  Sync<kFewThreads>();
+  if (row <= last && token < call.tokens)
+    call.logits[token * call.experts + row] = SumOfWarps(shared, token, row - first) + bias;
+#pragma unroll
+  for (int i = 0; i < kMostPairs; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = Tokens::VectorOf(i, half) * kVector;
+      if (Tokens::TokenOf() < call.tokens && at < call.hidden && Tokens::PairOf(i) % gridDim.x == blockIdx.x)
+        *reinterpret_cast<uint4*>(call.normed + Tokens::TokenOf() * call.hidden + at) = x.of[i][half];
+    }
 }

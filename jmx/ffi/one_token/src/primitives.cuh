@@ -48,7 +48,10 @@ __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64*
 }
 
 // Of the threads that multiply.
-__device__ __forceinline__ void Sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+template <int kNumber = kThreads>
+__device__ __forceinline__ void Sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kNumber) : "memory");
+}
 
 // Kernels of one stream that overlap: the next one may begin, and the last one has ended.
 __device__ __forceinline__ void BeginNext() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

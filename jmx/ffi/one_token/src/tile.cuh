@@ -81,10 +81,12 @@ class Tile {
   const int columns_;
 };
 
-// Any number of rows up to kMostRows, in groups that pass through a ring of slots in shared memory.
-class Ring {
+// Any number of rows up to kMostRows, in groups that pass through a ring of kNumber slots in shared memory, kBefore
+// bytes after its beginning. kReaders warps read a slot before it is free.
+template <int kReaders, int kNumber, int kBefore>
+class Slots {
  public:
-  __device__ Ring(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kGroupRows * columns * 2) {
+  __device__ Slots(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kGroupRows * columns * 2) {
     const int groups = rows / kGroupRows, begin = (int)blockIdx.x * groups / (int)gridDim.x;
     row_ = begin * kGroupRows;
     groups_ = ((int)blockIdx.x + 1) * groups / (int)gridDim.x - begin;
@@ -97,18 +99,37 @@ class Ring {
 
   // Asks for the first groups. By one thread, before all threads meet.
   __device__ void Begin() const {
-    for (int i = 0; i < kSlots; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kWarps);
+    for (int i = 0; i < kNumber; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kReaders);
     FenceBarriers();
-    for (int n = 0; n < min(groups_, kSlots); ++n) Ask(n);
+    for (int n = 0; n < min(groups_, kNumber); ++n) Ask(n);
   }
 
   // Asks for the others, each when its slot is free. By the same thread.
   __device__ void Continue() const {
-    for (int n = kSlots; n < groups_; ++n) {
-      Wait(Empty(n % kSlots), n / kSlots % 2 ^ 1);
+    for (int n = kNumber; n < groups_; ++n) {
+      Wait(Empty(n % kNumber), n / kNumber % 2 ^ 1);
       Ask(n);
     }
   }
+
+ protected:
+  __device__ static u64* Full(int slot) { return reinterpret_cast<u64*>(SharedMemory()) + slot; }
+  __device__ static u64* Empty(int slot) { return Full(kNumber + slot); }
+  __device__ unsigned char* Slot(int slot) const { return SharedMemory() + kBefore + slot * bytes_; }
+  __device__ void Ask(int n) const {
+    const int slot = n % kNumber;
+    Copy(Slot(slot), weights_ + (long long)n * kGroupRows * columns_, bytes_, Full(slot));
+  }
+
+  const Bf16* weights_;
+  const int columns_, bytes_;  // of a group
+  int row_, groups_;
+};
+
+// The product of one token.
+class Ring : public Slots<kWarps, kSlots, kBeforeRing> {
+ public:
+  using Slots::Slots;
 
   // As Tile's: the product of the CTA's n-th row in its n-th thread.
   __device__ float Multiply(const Elements& x, float& squares) const {
@@ -137,19 +158,6 @@ class Ring {
     for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x % kMostRows], squares += of_warps[i][kMostRows];
     return sum;
   }
-
- private:
-  __device__ static u64* Full(int slot) { return reinterpret_cast<u64*>(SharedMemory()) + slot; }
-  __device__ static u64* Empty(int slot) { return Full(kSlots + slot); }
-  __device__ unsigned char* Slot(int slot) const { return SharedMemory() + kBeforeRing + slot * bytes_; }
-  __device__ void Ask(int n) const {
-    const int slot = n % kSlots;
-    Copy(Slot(slot), weights_ + (long long)n * kGroupRows * columns_, bytes_, Full(slot));
-  }
-
-  const Bf16* weights_;
-  const int columns_, bytes_;  // of a group
-  int row_, groups_;
 };
 
 }  // namespace jmx
