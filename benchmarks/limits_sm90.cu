@@ -1,5 +1,5 @@
-// What a Hopper GPU can do of what the kernel in jmx/pallas/mosaic_sm90/kernel.py does: tensor cores with A in registers,
-// dequantization, both at once, and reading. Nothing is computed that means anything.
+// What a Hopper GPU can do of what the kernel in jmx/pallas/mosaic_sm90/kernel.py does: tensor cores with A in
+// registers, dequantization, both at once, and reading. Nothing is computed that means anything.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/limits_sm90.cu -o limits && ./limits
 //
@@ -12,7 +12,8 @@
 
 constexpr int kTiles = 2000;
 
-// The 8 codes of a word, times the multipliers of its two rows: 16 instructions, as in jmx/pallas/mosaic_sm90/fragments.py.
+// The 8 codes of a word, times the multipliers of its two rows: 16 instructions, as in
+// jmx/pallas/mosaic_sm90/elements.py.
 __device__ __forceinline__ void dequantize(uint32_t w, uint32_t m0, uint32_t m1, uint32_t* out) {
     uint32_t t[4] = {w & 0x81C081C0, (w << 3) & 0x81C081C0, ((w << 6) & 0x01C001C0) | ((w << 1) & 0x80008000),
                      ((w >> 3) & 0x01C001C0) | ((w << 2) & 0x80008000)};
@@ -34,7 +35,8 @@ __device__ __forceinline__ void tile(const uint4* values, const uint32_t* scales
 #define A4 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 #define WGMMA(N, REGS, A, B, ...)                                                                                  \
     template <> __device__ __forceinline__ void wgmma<N>(float* d, const uint32_t* a, uint64_t b) {                \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, {" A "}, " B ", 1, 1, 1, 0;" \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "                                   \
+                     "{" REGS "}, {" A "}, " B ", 1, 1, 1, 0;"                                                     \
                      : __VA_ARGS__ : A4);                                                                          \
     }
 template <int N> __device__ void wgmma(float* d, const uint32_t* a, uint64_t b);
@@ -102,8 +104,8 @@ template <int N, int mode> __global__ void __launch_bounds__(640) run_mma(float*
                              : "=r"(b[4 * h]), "=r"(b[4 * h + 1]), "=r"(b[4 * h + 2]), "=r"(b[4 * h + 3])
                              : "r"(x + n * 1024 + row * 128 + (((chunk + 4 * h) ^ row) << 4)));
             for (int k = 0; k < 4; k++)
-                asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-                             "{%0,%1,%2,%3};"
+                asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                             "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                              : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
                              : "r"(a[4 * k]), "r"(a[4 * k + 1]), "r"(a[4 * k + 2]), "r"(a[4 * k + 3]), "r"(b[2 * k]),
                                "r"(b[2 * k + 1]));
@@ -124,7 +126,9 @@ __global__ void read(const char* data, size_t pieces, int bytes, int stages) {
     auto fetch = [&](int slot, size_t piece) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier + 8 * slot), "r"(bytes));
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         buffer + slot * bytes), "l"(data + piece * bytes), "r"(bytes), "r"(barrier + 8 * slot) : "memory");
+                         buffer + slot * bytes),
+                     "l"(data + piece * bytes), "r"(bytes), "r"(barrier + 8 * slot)
+                     : "memory");
     };
     for (int i = 0; i < stages; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier + 8 * i));
     asm volatile("fence.proxy.async.shared::cta;");
@@ -193,7 +197,8 @@ int main() {
             for (int repeat = 0; repeat < 8; repeat++) {
                 size_t offset = (most - total) / 7 * repeat / 147456 * 147456;  // not what L2 still holds
                 cudaEventRecord(start);
-                read<<<cores, 32, 192 * 1024 + 1024>>>(data + offset, total / bytes, bytes, std::min(32, 196608 / bytes));
+                read<<<cores, 32, 192 * 1024 + 1024>>>(data + offset, total / bytes, bytes,
+                                                       std::min(32, 196608 / bytes));
                 cudaEventRecord(stop);
                 cudaEventSynchronize(stop);
                 float ms;

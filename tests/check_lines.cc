@@ -38,7 +38,8 @@ struct SharedMemory {
   }
   Line Load(const Line* from) {
     Line line;
-    for (int i = 0; i < 2; ++i) line.halves[i] = std::atomic_ref(const_cast<Data&>(from->halves[i])).load(std::memory_order_relaxed);
+    for (int i = 0; i < 2; ++i)
+      line.halves[i] = std::atomic_ref(const_cast<Data&>(from->halves[i])).load(std::memory_order_relaxed);
     return line;
   }
   void Wait() { std::this_thread::yield(); }
@@ -55,7 +56,8 @@ float Element(int rank, int call, int index) { return 1.0f + 0.37f * rank + 0.11
 
 std::atomic<int> failures = 0;
 
-// A sum of elements that others have in arrays of their own, whose addresses are swapped. Ends when all have read theirs.
+// A sum of elements that others have in arrays of their own, whose addresses are swapped. Ends when all have read
+// theirs.
 float SumOfArrays(SharedMemory& memory, const Ranks& ranks, int call, const float* mine, std::atomic<int>& read) {
   float sum = 0;
   for (int rank = 0; rank < ranks.num_ranks; ++rank) {
@@ -78,7 +80,8 @@ struct Rank {
 
 void Fill(Rank& its, int call) {
   for (int k = 0; k < 3; ++k)
-    for (size_t i = 0; i < its.in[k].size(); ++i) its.in[k][i] = static_cast<unsigned char>(its.ranks.rank * 31 + call * 7 + k * 3 + i);
+    for (size_t i = 0; i < its.in[k].size(); ++i)
+      its.in[k][i] = static_cast<unsigned char>(its.ranks.rank * 31 + call * 7 + k * 3 + i);
   for (size_t i = 0; i < its.rows.size(); ++i) its.rows[i] = Element(its.ranks.rank, call, static_cast<int>(i));
   for (auto& out : its.out) std::memset(out.data(), 0xEE, out.size());
 }
@@ -107,7 +110,8 @@ int main(int argc, char** argv) {
   constexpr int kSums = 7;  // elements of a rank
   const size_t slot_bytes = 256;
   std::atomic<int> read = 0;
-  std::vector<std::vector<Data>> regions(2 * num_ranks, std::vector<Data>((jmx::kSlots + 2 * num_ranks * slot_bytes) / 8));
+  const std::vector<Data> region((jmx::kSlots + 2 * num_ranks * slot_bytes) / 8);
+  std::vector<std::vector<Data>> regions(2 * num_ranks, region);
   std::vector<Rank> all(num_ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < num_ranks; ++rank) {

@@ -1,5 +1,5 @@
-// jmx/ffi/one_token/src/primitives.cuh for a CPU: each thread of a GPU is a fiber, and fibers take turns in random order
-// whenever they wait. A copy to shared memory arrives some turns after it was asked for.
+// jmx/ffi/one_token/src/primitives.cuh for a CPU: each thread of a GPU is a fiber, and fibers take turns in random
+// order whenever they wait. A copy to shared memory arrives some turns after it was asked for.
 #pragma once
 
 #include <ucontext.h>
@@ -107,8 +107,8 @@ inline void Complete(const Copying& its) {
   barrier.Check();
 }
 
-// Runs `function` as a cluster of `num_ctas`, from CTA `first` on, with so much shared memory, which holds anything. False:
-// it hangs.
+// Runs `function` as a cluster of `num_ctas`, from CTA `first` on, with so much shared memory, which holds anything.
+// False: it hangs.
 inline bool Launch(unsigned first, unsigned num_ctas, unsigned threads, size_t shared_bytes, unsigned seed,
                    std::function<void()> function) {
   body = std::move(function);
@@ -198,7 +198,9 @@ inline unsigned char* SharedMemory(emulated::Cta& cta = emulated::ThisCta()) {
   auto address = reinterpret_cast<std::uintptr_t>(cta.memory.data());
   return reinterpret_cast<unsigned char*>((address + 127) / 128 * 128);
 }
-inline void InitBarrier(u64* at, u32 arrivals) { *reinterpret_cast<emulated::Barrier*>(at) = {arrivals, arrivals, 0, 0}; }
+inline void InitBarrier(u64* at, u32 arrivals) {
+  *reinterpret_cast<emulated::Barrier*>(at) = {arrivals, arrivals, 0, 0};
+}
 inline void FenceBarriers() {}
 inline void Arrive(u64* at) {
   auto& barrier = *reinterpret_cast<emulated::Barrier*>(at);

@@ -18,8 +18,8 @@ struct OneLane {
 
 }  // namespace
 
-extern "C" void ranks_of(const char* routing, long tokens, int width, bool logits, const int* firsts, int num_ranks, int each,
-                         int top_k, unsigned among, unsigned* found) {
+extern "C" void ranks_of(const char* routing, long tokens, int width, bool logits, const int* firsts, int num_ranks,
+                         int each, int top_k, unsigned among, unsigned* found) {
   const jmx::Needed needed{firsts, nullptr, 0, 0, each, top_k, width, logits};
   for (long token = 0; token < tokens; ++token)
     found[token] = jmx::RanksOf(OneLane{}, needed, num_ranks, routing + token * width * 4, among);

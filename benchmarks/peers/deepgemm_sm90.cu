@@ -1,13 +1,14 @@
 // DeepGEMM's grouped FP8 product for Hopper (sm90_fp8_gemm_1d2d: inputs and weights with scales of 128 columns), at the
-// sizes and with the rows of a layer, for comparison with jmx's in docs/internals/mosaic_sm90_fp8.md. Only the products:
-// no activation, and x and h are rounded before.
+// sizes and with the rows of a layer, for comparison with jmx's in docs/internals/mosaic_sm90_fp8.md. Only the
+// products: no activation, and x and h are rounded before.
 //
 //   git clone https://github.com/deepseek-ai/DeepGEMM; git clone https://github.com/NVIDIA/cutlass
 //   nvcc -O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr --expt-extended-lambda \
 //       -IDeepGEMM/deep_gemm/include -Icutlass/include benchmarks/peers/deepgemm_sm90.cu -o deepgemm && ./deepgemm
 //
-// Rows are those of random routing. DeepGEMM wants each expert's padded to whole blocks of 128, of which it skips halves
-// without rows; TFLOP/s count real rows. Of its blocks and clusters, which it chooses by a model, the fastest is taken.
+// Rows are those of random routing. DeepGEMM wants each expert's padded to whole blocks of 128, of which it skips
+// halves without rows; TFLOP/s count real rows. Of its blocks and clusters, which it chooses by a model, the fastest is
+// taken.
 
 #include <cuda.h>
 
@@ -90,7 +91,8 @@ CUtensorMap map_of(void* array, CUtensorMapDataType type, int size, uint64_t col
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();
     const cuuint64_t sizes[] = {columns, rows}, strides[] = {columns * size};
-    const cuuint32_t box[] = {cuuint32_t(swizzle ? swizzle / size : box_columns), cuuint32_t(box_rows)}, steps[] = {1, 1};
+    const cuuint32_t box[] = {cuuint32_t(swizzle ? swizzle / size : box_columns), cuuint32_t(box_rows)};
+    const cuuint32_t steps[] = {1, 1};
     const auto kind = swizzle == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                       : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                       : swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
@@ -105,11 +107,12 @@ CUtensorMap map_of(void* array, CUtensorMapDataType type, int size, uint64_t col
 template <int N, int K, int E, int kBlockN, int kCluster, bool kShareX> float time(const Product& p) {
     constexpr int kSwizzle = kBlockN % 64 == 0 ? 128 : kBlockN % 32 == 0 ? 64 : 32;
     constexpr int kStage = (kBlockM + kBlockN) * kBlockK + kBlockM * 4;
-    constexpr int kOthers = (kBlockM * kBlockN * 2 + 1023) / 1024 * 1024 + 256 + K / 128 * 4 * (128 % kBlockN ? 2 : 1) + 8;
+    constexpr int kResults = (kBlockM * kBlockN * 2 + 1023) / 1024 * 1024;
+    constexpr int kOthers = kResults + 256 + K / 128 * 4 * (128 % kBlockN ? 2 : 1) + 8;
     constexpr int kStages = std::min(16, (kSharedMemory - kOthers) / kStage);
     constexpr auto kernel =
-        sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, N, K, E, kBlockM, kBlockN, kBlockK, 128, 128, kSwizzle, kStages,
-                                128, 256, kCluster, kShareX, kProcessors, GemmType::MGroupedContiguous,
+        sm90_fp8_gemm_1d2d_impl<cute::UMMA::Major::K, 0, N, K, E, kBlockM, kBlockN, kBlockK, 128, 128, kSwizzle,
+                                kStages, 128, 256, kCluster, kShareX, kProcessors, GemmType::MGroupedContiguous,
                                 cutlass::bfloat16_t, epilogue::transform::EpilogueIdentity>;
     const int shared = kOthers + kStages * kStage;
     CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
@@ -135,8 +138,8 @@ template <int N, int K, int E, int kBlockN, int kCluster, bool kShareX> float ti
     for (int i = 0; i < 13; i++) {
         float milliseconds;
         CHECK(cudaEventRecord(start));
-        CHECK(cudaLaunchKernelEx(&launch, kernel, p.weight_scales, p.expert_of_row, uint32_t(p.m), uint32_t(N), uint32_t(K),
-                                 x, weight, out, scales));
+        CHECK(cudaLaunchKernelEx(&launch, kernel, p.weight_scales, p.expert_of_row, uint32_t(p.m), uint32_t(N),
+                                 uint32_t(K), x, weight, out, scales));
         CHECK(cudaEventRecord(end));
         CHECK(cudaDeviceSynchronize());
         CHECK(cudaEventElapsedTime(&milliseconds, start, end));
