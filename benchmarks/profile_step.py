@@ -34,11 +34,6 @@ from jmx.plot import style
 
 PUBLISHED = FAMILIES["gpt_oss"].published
 TIMED, RECORDED = 6, 4  # programs of CHUNK steps
-ONCE_A_LAYER = (
-    "flash_decode",
-    "jmx_one_token_attention",
-    "jmx_few_tokens_attention",
-)  # beginnings of names: each layer has one such kernel
 
 # The parts of a step in order, and their colors. Kernels of jmx have names (`BEGINNINGS`); XLA's do not, and belong to
 # what they come after.
@@ -53,20 +48,12 @@ PARTS = {
     "sum of experts, residual": "#f59e0b",
     "norm, logits, next token": "#047857",
 }
-BEGINNINGS = {
-    "jmx_heads": 1,
-    "flash_decode": 2,
-    "jmx_route": 5,
-    "mosaic": 6,
-    "jmx_one_token_heads": 1,
-    "jmx_one_token_attention": 2,
-    "jmx_one_token_out": 3,
-    "jmx_one_token_router": 4,
-    "jmx_few_tokens_heads": 1,
-    "jmx_few_tokens_attention": 2,
-    "jmx_few_tokens_out": 3,
-    "jmx_few_tokens_router": 4,
+BEGINNINGS = {"jmx_heads": 1, "flash_decode": 2, "jmx_route": 5, "mosaic": 6} | {
+    f"jmx_{tokens}_{kernel}": part
+    for tokens in ("one_token", "few_tokens")  # kernels of one user, and of a few
+    for kernel, part in {"heads": 1, "attention": 2, "out": 3, "router": 4}.items()
 }
+ATTENTION = tuple(its for its, part in BEGINNINGS.items() if part == 2)  # each layer has one such kernel
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2
 OVERLAP = 1.0  # us by which a kernel begins before the last one ends, if they are shown below each other
@@ -121,7 +108,7 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     steps = list(whole_steps(kernel_trace.kernels(trace), layers))
     if not steps:
         raise RuntimeError(
-            f"no step was recorded that has {layers} kernels named {' or '.join(ONCE_A_LAYER)}: is this a Hopper GPU?"
+            f"no step was recorded that has {layers} kernels named {' or '.join(ATTENTION)}: is this a Hopper GPU?"
         )
     lengths = [step[-1].end - step[0].start for step in steps]
     median = statistics.median_low(lengths)
@@ -136,7 +123,7 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
             launched[part][number] += 1
     first = found[0].start
     launches = sum(str(event.get("name")).startswith("cuGraphLaunch") for event in trace if event.get("ph") == "X")
-    all_steps = sum(kernel.name.startswith(ONCE_A_LAYER) for kernel in kernel_trace.kernels(trace)) / layers
+    all_steps = sum(kernel.name.startswith(ATTENTION) for kernel in kernel_trace.kernels(trace)) / layers
     return {
         "layers": layers,
         "steps": len(steps),
@@ -154,7 +141,7 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
 
 def whole_steps(kernels: Sequence[Kernel], layers: int) -> Iterator[list[Kernel]]:
     """Kernels of each step that is whole. It begins with the kernel that usually follows the longest pause."""
-    attention = [i for i, kernel in enumerate(kernels) if kernel.name.startswith(ONCE_A_LAYER)]
+    attention = [i for i, kernel in enumerate(kernels) if kernel.name.startswith(ATTENTION)]
     apart = [kernels[b].start - kernels[a].start for a, b in itertools.pairwise(attention)]
     most = 2 * statistics.quantiles(apart, n=4)[0]  # between the last layer of a step and the next are the logits
     between = [range(attention[i] + 1, attention[i + 1] + 1) for i, us in enumerate(apart) if us > most]
