@@ -161,7 +161,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
     ("change", "field", "message"),
     [
         ({"messages": []}, "messages", "must have at least one message"),
-        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages", "`role` (='nobody') must be 'system'"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "messages", "`role` (='narrator') must be 'system'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
             *("messages", "`content[1].type` (='image_url') must be 'text': the model reads text"),
@@ -264,8 +264,9 @@ def test_a_server_is_measured(server: Server, monkeypatch: pytest.MonkeyPatch, c
     assert (closed.users, closed.rate, closed.requests, closed.input, closed.output) == (3, None, 7, 20, 5)
     assert closed.tok_s > 0
     assert 0 < closed.ttft_ms["p50"] <= closed.ttft_ms["p99"]
+    # Tokens that a busy machine delivers at once have no time between them.
     assert 0 <= closed.itl_ms["p50"] <= closed.itl_ms["p99"]
-    assert 0 < closed.tpot_ms["p50"] <= closed.tpot_ms["p99"]
+    assert 0 <= closed.tpot_ms["p50"] <= closed.tpot_ms["p99"]
     assert load.measure_rate(target, rate=50, requests=4).rate == 50
     monkeypatch.setenv("JMX_API_KEY", KEY)
     flags = ["--users", "1", "--requests", "2", "--input", "3", "--output", "4", "--json"]
