@@ -389,7 +389,6 @@ def _run(
         return _by_products(x, routing, experts, beside, static)
     if experts.padded_to is not None and not experts.fits_without_padding:
         return _run(padding.widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
-    true = problem.without_padding()
 
     def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
         # Selection sees all tokens of a vmapped call, and those of one device of a split call.
@@ -398,8 +397,6 @@ def _run(
         if its.num_tokens == 0 or its.top_k == 0:
             return jnp.zeros_like(x)
         experts = experts.prepare(problem.layout)  # in which they are, unless they have just been rounded
-        if chosen.name == xla.NAME:  # takes experts one by one, without their padding
-            return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
         if isinstance(chosen, SkipsPadding):
             return chosen.apply(its, x, routing, experts, environment)
         return chosen.apply(its, padding.widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
@@ -419,7 +416,7 @@ def _run(
         its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0 or not has_gradients(chosen, its, weights=wanted.weights):
-            return xla.backward(true, primals, dy, wanted)
+            return xla.backward(problem.without_padding(), primals, dy, wanted)
         experts = experts.prepare(problem.layout)
         padded = Primals(padding.widened(x, experts), routing, experts.as_padded(), saved)
         gradients = chosen.backward(its, padded, environment, padding.widened(dy, experts), wanted)

@@ -76,12 +76,12 @@ class Backend(Protocol):
 
 @runtime_checkable
 class SkipsPadding(Protocol):
-    """A backend whose `apply` takes experts with their padding, and x of the size before it, which it does not pad."""
+    """A backend whose `apply` takes experts with their padding, and x and y of the size before it.
 
-    @property
-    def skips_padding(self) -> bool:
-        """Whether it does: True."""
-        ...
+    Others get x widened to the padded size, and their result is sliced.
+    """
+
+    skips_padding: bool
 
 
 @runtime_checkable

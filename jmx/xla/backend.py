@@ -67,10 +67,12 @@ class Xla(LimitedBackend):
     name: str = NAME
     summary = "reference in plain jnp, any platform"
     limits = Limits(input_formats=None, activations_per_expert=True)
+    skips_padding = True  # experts are taken one by one, without theirs
 
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
+        problem = problem.without_padding()
         if experts.format.is_float:
             engine = by_products.engine_of(self, problem, environment, self)
             return by_products.forward(problem, x, routing, experts, engine)
