@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jmx.util.typing import Array, Shaped
 
 NamedArrays = Mapping[str, Shaped[Any, "..."]]
-Entry = tuple[str, ...]  # names of the Explicit mesh axes that split one axis of an array
+MeshAxes = str | tuple[str, ...] | None  # those that split one axis of an array, as in a `PartitionSpec`
+Names = tuple[str, ...]  # of mesh axes, the major one first
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class TokenSplit:
     """
 
     mesh: jax.sharding.AbstractMesh
-    leading: tuple[Entry, ...]
+    leading: tuple[Names, ...]
 
 
 def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -> TokenSplit | None:
@@ -47,7 +48,7 @@ def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -
     Raises:
         ValueError: an array that is split along other axes or in another way; it names both arrays.
     """
-    leading: list[Entry] = [()] * num_leading
+    leading: list[Names] = [()] * num_leading
     first = [""] * num_leading
     for name, array in by_token.items():
         check_whole({name: array}, num_leading)
@@ -235,9 +236,14 @@ def _spec(array: Shaped[Any, "..."]) -> P:
     return jax.typeof(array).sharding.spec
 
 
-def entries(array: Shaped[Any, "..."]) -> list[Entry]:
-    """Names of the Explicit mesh axes that split each axis of an array."""
-    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in _spec(array)]
+def names_of(axes: MeshAxes) -> Names:
+    """The names of mesh axes that are given in any form: none, one or several."""
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def entries(array: Shaped[Any, "..."]) -> list[Names]:
+    """The Explicit mesh axes that split each axis of an array."""
+    return [*map(names_of, _spec(array))]
 
 
 def explicit_names(mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh) -> set[str]:
@@ -248,8 +254,7 @@ def explicit_names(mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh) -> set[s
 
 def _only(spec: P, names: set[str]) -> P:
     """A spec without the mesh axes that are not among `names`."""
-    entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
-    kept = [tuple(name for name in entry if name in names) for entry in entries]
+    kept = [tuple(name for name in names_of(entry) if name in names) for entry in spec]
     return P(*(entry or None for entry in kept))
 
 

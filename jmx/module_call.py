@@ -139,7 +139,6 @@ def summed_counts(routing: Routing, num_experts: int, axes: Axes | None) -> Int3
     if isinstance(routing, Routing) and is_array(routing.expert_ids):
         routing = routing._replace(expert_ids=meshes.gathered(routing.expert_ids))
     counts = token_counts(routing, num_experts)
-    given = (axes or {}).get("token")
-    names = given if isinstance(given, tuple) else () if given is None else (given,)
+    names = meshes.names_of((axes or {}).get("token"))
     manual = tuple(name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes)
     return jax.lax.psum(counts, manual) if manual else counts

@@ -8,10 +8,11 @@ from flax import nnx
 from jax.core import Tracer
 
 from jmx.activations import Activation, SwiGLU
-from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes
+from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts
 from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
+from jmx.meshes import MeshAxes
 from jmx.module_arguments import Arguments, check_undivided, is_trained
 from jmx.module_call import (
     call,

@@ -13,12 +13,12 @@ import numpy as np
 
 from jmx.experts.creation import check_bias_dtype
 from jmx.experts.experts import ROLES, Experts
+from jmx.meshes import MeshAxes
 from jmx.numerics import layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.util.checks import check_array, check_instance
 
-MeshAxes = str | tuple[str, ...] | None  # those that split one axis of an array
 Axes = Mapping[str, MeshAxes]  # by logical axis
 
 # Logical axes of the arrays of each role. Layouts keep the expert axis first.
@@ -132,6 +132,11 @@ def check_axes(axes: Axes, *others: str) -> None:
     for logical, names in axes.items():
         for name in names if isinstance(names, tuple) else (names,):
             check_instance(f"axes[{logical!r}]", name, str | None, "the name of a mesh axis, a tuple of those, or None")
+
+
+def has_expert_axis(name: str) -> bool:
+    """Whether an array of `Experts.arrays` has an axis of experts: all but scales of inputs, one for all experts."""
+    return not name.endswith("_input_scale")
 
 
 def partition_names(experts: Experts, axes: Axes) -> dict[str, tuple[MeshAxes, ...]]:

@@ -19,7 +19,8 @@ import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.checkpoint import CheckpointError, peft
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.experts import MeshAxes
+from jmx.experts import has_expert_axis
+from jmx.meshes import MeshAxes
 from jmx.models import hub
 from jmx.models.adapters import check_adaptable, open_adapter, put
 from jmx.models.checkpoint import Checkpoint
@@ -323,7 +324,7 @@ def with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Exp
 
 def _over(split: ModelSplit, experts: jmx.Experts) -> jmx.Experts | jmx.ShardedExperts:
     """Experts that were read onto a mesh, with what belongs to all of them on every device, or shards of them."""
-    scales = {name: split.place(its) for name, its in experts.arrays().items() if name.endswith("_input_scale")}
+    scales = {name: split.place(its) for name, its in experts.arrays().items() if not has_expert_axis(name)}
     experts = experts.with_arrays(experts.arrays() | scales)
     return in_shards(experts, split) if split.intermediate else experts
 

@@ -12,12 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmx
-from jmx.experts import MeshAxes
+from jmx.meshes import MeshAxes, Names, names_of
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm
 from jmx.util.checks import check_instance
-
-Names = tuple[str, ...]
 
 # What mesh axes divide, and the mesh axes that do by default, those of them that a mesh has.
 DEFAULT_AXES: Mapping[str, Names] = {
@@ -173,7 +171,7 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
 
 
 def _names(key: str, given: Any, mesh: Mesh) -> Names:
-    names = given if isinstance(given, tuple) else () if given is None else (given,)
+    names = names_of(given)
     for name in names:
         check_instance(f"axes[{key!r}]", name, str, "the name of a mesh axis, a tuple of those, or None")
         if name not in mesh.axis_names:

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 import jmx
 import jmx.nnx
 from jmx.checkpoint import orbax
-from jmx.experts import MeshAxes
+from jmx.experts import has_expert_axis
+from jmx.meshes import MeshAxes
 from jmx.models.config import Config
 from jmx.models.decoder import Model
 from jmx.models.families.choice import family_with
@@ -132,7 +133,7 @@ def _placed(model: Model, split: ModelSplit) -> Model:
         for _, moe in nnx.iter_modules(model)
         if isinstance(moe, jmx.nnx.MoE)
         for name in moe.held.arrays()
-        if not name.endswith("_input_scale")
+        if has_expert_axis(name)
     }
     reading = split.reading(model.config.num_experts)
     for _, variable in nnx.iter_graph(model):
@@ -152,7 +153,7 @@ def _whole(model: Model, moe: ShardedMoE) -> Any:
 
     names = jax.eval_shape(join, moe.experts).arrays()
     shared = moe.split.sharding()
-    wanted = {name: shared if name.endswith("_input_scale") else sharding for name in names}
+    wanted = {name: sharding if has_expert_axis(name) else shared for name in names}
     out_shardings = jax.eval_shape(join, moe.experts).with_arrays(wanted)
     whole = model.make_moe(jax.jit(join, out_shardings=out_shardings)(moe.experts), nnx.Rngs(0))
     whole.correction_bias = moe.correction_bias

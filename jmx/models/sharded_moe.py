@@ -11,6 +11,7 @@ from jax import lax
 
 import jmx
 import jmx.nnx
+from jmx.experts import has_expert_axis
 from jmx.models.model_split import ModelSplit
 from jmx.parallel.over_mesh import expert_specs
 from jmx.routing import Method
@@ -40,7 +41,7 @@ class ShardedMoE(nnx.Module):
         self.activation, self.routing, self.backend, self.split = activation, routing, backend, split
         for name, array in experts.shards.arrays().items():
             kind = jmx.nnx.variable_of(name, experts.shards.format)
-            of_experts = () if name.endswith("_input_scale") else ("expert",)
+            of_experts = ("expert",) if has_expert_axis(name) else ()
             setattr(self, name, kind(array, divided=("intermediate", *of_experts)))
         bias = experts.down_bias
         self.down_bias = nnx.data(None if bias is None else nnx.Param(bias, divided=("expert",)))

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from rich.text import Text
 
 from jmx.experts.sharded import shard_size
+from jmx.meshes import Names
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES, choose
 from jmx.parallel.needed import logits_name_ranks
-from jmx.parallel.split import Names, Split, exchange_call
+from jmx.parallel.split import Split, exchange_call
 from jmx.routing import Method
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem, weight_bytes

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from jmx.meshes import Names
 from jmx.parallel.wire import Wire
 from jmx.util.typing import Array, Float, Int32
-
-Names = tuple[str, ...]
 
 # Results of tokens (T, H) and their routing (T, k), or logits (T, E), which a device computes with its own experts,
 # whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. With a

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jmx.experts import Axes, Experts, MeshAxes, ShardedExperts, partition_names
+from jmx.experts import Axes, Experts, ShardedExperts, partition_names
 from jmx.experts.arrays import check_arrays
 from jmx.experts.conversion import place_like
 from jmx.experts.stacking import check_arrays_alike
+from jmx.meshes import MeshAxes, names_of
 from jmx.parallel.hidden_axis import along_hidden
-from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts, slot_axis
+from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts, by_slot, slot_axis
 from jmx.parallel.placement import Placement
 from jmx.parallel.split import AnyMesh
 from jmx.qat import MasterExperts
@@ -49,9 +50,7 @@ class Form:
         sizes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
 
         def ways(logical: str) -> int:
-            names = (axes or {}).get(logical)
-            names = names if isinstance(names, tuple) else () if names is None else (names,)
-            return prod(sizes.get(name, 1) for name in names)
+            return prod(sizes.get(name, 1) for name in names_of((axes or {}).get(logical)))
 
         return cls(ways("intermediate"), spare_experts, ways("expert") if spare_experts else 1)
 
@@ -130,10 +129,8 @@ def _whole(held: AnyExperts) -> Experts:
     held = held.prepare("packed")  # XLA's CPU compiler moves float4 between devices wrongly
     if isinstance(held, PlacedExperts):
         first, inside = held.placement.slots_of_expert[:, 0], held.experts
-        arrays = inside.arrays()
-        its = {n: a for n, a in arrays.items() if not n.endswith("_input_scale")}
-        taken = {n: jnp.take(a, first, axis=slot_axis(inside, n), mode="clip") for n, a in its.items()}
-        held = inside.with_arrays(arrays | taken)
+        taken = {n: jnp.take(a, first, axis=slot_axis(inside, n), mode="clip") for n, a in by_slot(inside).items()}
+        held = inside.with_arrays(inside.arrays() | taken)
     whole = held.whole() if isinstance(held, ShardedExperts) else held
     return whole.prepare(layout)
 
@@ -269,7 +266,7 @@ def _check_even(
 ) -> None:
     for name, array in held.arrays().items():
         for size, given in zip(array.shape, names[name], strict=False):
-            ways = prod(sizes.get(axis, 1) for axis in (given if isinstance(given, tuple) else (given,)) if axis)
+            ways = prod(sizes.get(axis, 1) for axis in names_of(given))
             if size % ways:
                 raise ValueError(
                     f"`axes` (={dict(axes)}) must divide `{name}` (shape {tuple(array.shape)}) evenly, over {ways} "

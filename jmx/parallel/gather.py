@@ -6,8 +6,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from jmx.meshes import Names
 from jmx.parallel.chunks import fault, in_chunks
-from jmx.parallel.exchange import Call, Here, Names
+from jmx.parallel.exchange import Call, Here
 from jmx.parallel.packed_rows import together
 from jmx.parallel.wire import Coded, Collective
 from jmx.routing import Logits, Routing

@@ -11,18 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.experts import Experts, MeshAxes, ShardedExperts
+from jmx.experts import Experts, ShardedExperts, has_expert_axis
 from jmx.experts.arrays import expected_shapes
+from jmx.meshes import MeshAxes, names_of
 from jmx.parallel.transfer import bits_of, from_bits
 from jmx.util.typing import Array, Shaped
 
-Names = dict[str, tuple[MeshAxes, ...]]
+# The mesh axes that divide each axis of each array, by the array's name.
+AxesOfArrays = dict[str, tuple[MeshAxes, ...]]
 
 
 def along_hidden(
-    experts: Experts | ShardedExperts, names: Names, hidden: MeshAxes, sizes: Mapping[str, int] | None
-) -> Names:
-    """`names`, the mesh axes that divide each axis of each array, with those of `hidden` added.
+    experts: Experts | ShardedExperts, names: AxesOfArrays, hidden: MeshAxes, sizes: Mapping[str, int] | None
+) -> AxesOfArrays:
+    """`names` with the mesh axes of `hidden` added.
 
     They divide the logical hidden axis of an array, or the last axis (but that of experts, and those that others
     divide) that they divide evenly if that one is not there or uneven. Biases of "gate_up", and scales of inputs,
@@ -34,13 +36,12 @@ def along_hidden(
     Raises:
         ValueError: codes none of whose axes the mesh divides.
     """
-    if hidden is None or hidden == ():
+    if not names_of(hidden):
         return names
-    divided, sizes = hidden if isinstance(hidden, tuple) else (hidden,), sizes or {}
-    ways = prod(sizes.get(name, 1) for name in divided)
+    ways = prod((sizes or {}).get(name, 1) for name in names_of(hidden))
     arrays, found = experts.arrays(), dict(names)
     for name, entry in names.items():
-        if name.endswith("_input_scale") or name == "gate_up_bias":
+        if not has_expert_axis(name) or name == "gate_up_bias":
             continue
         lead = int(isinstance(experts, ShardedExperts) and name != "down_bias") + 1
         shape, entry = arrays[name].shape, (*entry, *(None,) * (len(arrays[name].shape) - len(entry)))

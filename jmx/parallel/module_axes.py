@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from jmx import meshes
-from jmx.experts import Axes, MeshAxes, check_axes
-from jmx.parallel.split import AnyMesh, Names, Split
+from jmx.experts import Axes, check_axes
+from jmx.meshes import MeshAxes, Names, names_of
+from jmx.parallel.split import AnyMesh, Split
 from jmx.util.typing import Shaped
 
 TOKEN = "token"  # the logical axis of x, routing and mask; all others are those of weights
@@ -22,12 +23,12 @@ def check_module_axes(axes: Axes) -> None:
     check_axes(axes, TOKEN)
     mesh = jax.sharding.get_abstract_mesh()
     for logical, given in axes.items():
-        if len({*_names(given)}) < len(_names(given)):
+        if len({*names_of(given)}) < len(names_of(given)):
             raise ValueError(f"`axes[{logical!r}]` (={given!r}) must not name a mesh axis twice")
-        if not mesh.empty and (missing := [name for name in _names(given) if name not in mesh.axis_names]):
+        if not mesh.empty and (missing := [name for name in names_of(given) if name not in mesh.axis_names]):
             known = f"{mesh.axis_names}, not {missing[0]!r}"
             raise ValueError(f"`axes[{logical!r}]` (={given!r}) must name axes of the mesh, {known}")
-    of_weights = [name for logical in ("expert", "intermediate", "hidden") for name in _names(axes.get(logical))]
+    of_weights = [name for logical in ("expert", "intermediate", "hidden") for name in names_of(axes.get(logical))]
     if twice := [name for name in of_weights if of_weights.count(name) > 1]:
         raise ValueError(f"`axes` (={dict(axes)}) must not divide two axes of the weights over {twice[0]!r}")
 
@@ -58,14 +59,14 @@ def split_of(
             of which only some are Manual.
     """
     axes = {} if axes is None else axes
-    if not any(_names(axes.get(logical)) for logical in ("expert", "intermediate", "hidden", TOKEN)):
+    if not any(names_of(axes.get(logical)) for logical in ("expert", "intermediate", "hidden", TOKEN)):
         return None
     mesh = mesh_of(x, arrays)
     if mesh is None:
         return None
 
     def ways(logical: str) -> int:
-        return prod(mesh.shape.get(name, 1) for name in _names(axes.get(logical)))
+        return prod(mesh.shape.get(name, 1) for name in names_of(axes.get(logical)))
 
     if num_shards == 1 and ways("intermediate") > 1:
         raise ValueError(
@@ -88,7 +89,7 @@ def local_shape(shape: tuple[int, ...], names: tuple[MeshAxes, ...]) -> tuple[in
     """The shape of an array inside `jax.shard_map`, of whose axes those named in `names` are divided by the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
-    ways = [prod(mesh.shape[name] for name in _names(given) if name in manual) for given in names]
+    ways = [prod(mesh.shape[name] for name in names_of(given) if name in manual) for given in names]
     return tuple(size // parts for size, parts in zip(shape, ways, strict=True))
 
 
@@ -101,7 +102,3 @@ def mesh_of(x: Any, arrays: Mapping[str, Any]) -> AnyMesh | None:
 
 def _explicit_names(x: Shaped[Any, "*tokens H"]) -> Names:
     return tuple(name for entry in meshes.entries(x)[: len(x.shape) - 1] for name in entry)
-
-
-def _names(given: MeshAxes) -> Names:
-    return given if isinstance(given, tuple) else () if given is None else (given,)

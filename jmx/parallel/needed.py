@@ -8,9 +8,10 @@ from jax import lax
 
 from jmx.ffi.peer import collectives, needed
 from jmx.ffi.peer.needed import Chosen
+from jmx.meshes import Names
 from jmx.pallas.routing.choice import Choice
 from jmx.parallel.chunks import bounds_with_small_ends
-from jmx.parallel.exchange import Call, Names
+from jmx.parallel.exchange import Call
 from jmx.parallel.row_plan import average_rows
 from jmx.routing import Logits, Method, Routing
 from jmx.routing.leading import arrays_of, with_arrays

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
-from jmx.experts import Experts, ShardedExperts
+from jmx.experts import Experts, ShardedExperts, has_expert_axis
 from jmx.lora import Adapters
 from jmx.parallel import needed
 from jmx.parallel.exchange import Call, Here
@@ -87,12 +87,12 @@ def split_of_types(num_leading: int, by_token: meshes.NamedArrays, experts: mesh
         ValueError: arrays of experts that are split differently from each other, or along another axis.
     """
     found = {name: meshes.entries(array) for name, array in experts.items() if is_array(array)}
-    axes = {name: entry[0] for name, entry in found.items() if entry and entry[0] and not name.endswith("_input_scale")}
+    axes = {name: entry[0] for name, entry in found.items() if entry and entry[0] and has_expert_axis(name)}
     if not axes:
         return None
     first, expert = next(iter(axes.items()))
     for name, entry in found.items():
-        wanted = () if name.endswith("_input_scale") else expert
+        wanted = expert if has_expert_axis(name) else ()
         if (entry[0] if entry else ()) != wanted:
             raise ValueError(
                 f"`experts.{name}` ({jax.typeof(experts[name])}) must be split along its first axis over {wanted}, as "

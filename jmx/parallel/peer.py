@@ -9,8 +9,9 @@ from jax import lax
 
 from jmx.ffi.peer import collectives
 from jmx.ffi.peer.library import library
+from jmx.meshes import Names
 from jmx.parallel import needed, overlapped, summed
-from jmx.parallel.exchange import Call, Here, Names
+from jmx.parallel.exchange import Call, Here
 from jmx.parallel.gather import Gather, gathered
 from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded

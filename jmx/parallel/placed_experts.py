@@ -13,8 +13,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmx.experts import Experts, ShardedExperts
+from jmx.experts import Experts, ShardedExperts, has_expert_axis
 from jmx.experts.stacking import check_one_layer
+from jmx.meshes import names_of
 from jmx.parallel.placement import Placement, check_placement
 from jmx.util import pytrees
 from jmx.util.checks import check_instance
@@ -68,7 +69,7 @@ class PlacedExperts:
             ValueError, TypeError: no such axes, or not as many devices along them as the placement has ranks.
         """
         check_instance("mesh", mesh, Mesh, "a jax.sharding.Mesh")
-        names = axes if isinstance(axes, tuple) else (axes,)
+        names = names_of(axes)
         if not names or not {*names} <= {*mesh.axis_names}:
             raise ValueError(f"`axes` (={axes!r}) must be axes of the mesh, which has {mesh.axis_names}")
         if (ranks := prod(mesh.shape[name] for name in names)) != self.placement.num_ranks:
@@ -144,13 +145,12 @@ def _axis_split(array: Any, axis: int) -> tuple[Mesh, tuple[str, ...]] | None:
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= axis or sharding.spec[axis] is None:
         return None
     assert isinstance(sharding.mesh, Mesh)
-    entry = sharding.spec[axis]
-    return sharding.mesh, entry if isinstance(entry, tuple) else (entry,)
+    return sharding.mesh, names_of(sharding.spec[axis])
 
 
 def by_slot(experts: Experts | ShardedExperts) -> dict[str, Shaped[Any, "..."]]:
-    """The arrays with an expert axis, by name: all but the scales of inputs, which are those of a whole layer."""
-    return {name: array for name, array in experts.arrays().items() if not name.endswith("_input_scale")}
+    """The arrays with an axis of experts, or slots, by name."""
+    return {name: array for name, array in experts.arrays().items() if has_expert_axis(name)}
 
 
 def slot_axis(experts: Experts | ShardedExperts, name: str) -> int:

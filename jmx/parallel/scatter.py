@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from jmx.ffi.peer import collectives
-from jmx.parallel.exchange import Names
+from jmx.meshes import Names
 from jmx.util.typing import Array, Float
 
 

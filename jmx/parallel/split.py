@@ -8,13 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jmx.experts import MeshAxes
+from jmx.meshes import MeshAxes, Names, names_of
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES
 from jmx.util.checks import check_finite, check_instance, check_int, check_one_of
 
 AnyMesh = Mesh | AbstractMesh
-Names = tuple[str, ...]
 
 # The fields of `Split` that name mesh axes.
 LOGICAL_AXES = ("expert", "tokens", "intermediate", "hidden")
@@ -84,8 +83,7 @@ class Split:
 
     def names(self, field: str) -> Names:
         """The mesh axes of a field that names some, the major one first."""
-        given = getattr(self, field)
-        return given if isinstance(given, tuple) else () if given is None else (given,)
+        return names_of(getattr(self, field))
 
     @property
     def all_names(self) -> Names:
@@ -178,7 +176,7 @@ def exchange_call(split: Split, sizes: Mapping[str, int], *, experts_per_rank: i
         split: of experts and tokens.
         sizes: of the mesh axes that it names.
         experts_per_rank: the experts of one device.
-        of_tokens: `num_tokens`, `top_k`, `hidden_size`, `itemsize`, `input_format` and `platform` of `Call`.
+        of_tokens: the other fields of `Call`.
     """
     axes = split.exchanged
     return Call(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import lax
 
+from jmx.meshes import Names
 from jmx.numerics import element_codes, input_formats, rounding
 from jmx.numerics.input_formats import INPUT_FORMATS, InputFormat
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped, UInt, UInt8
@@ -29,7 +30,6 @@ FORMATS = tuple(
 LEAST_SAVED = 2 << 20
 _AMAX_BYTES = 2  # of tokens of 16 bits
 
-Names = tuple[str, ...]
 # Arrays of this device's tokens, and axes -> those of all devices.
 Collective = Callable[[tuple[Shaped[Array, "T _"], ...], Names], list[Shaped[Array, "nT _"]]]
 
