@@ -85,7 +85,7 @@ def split_of(
 
 
 def local_shape(shape: tuple[int, ...], names: tuple[MeshAxes, ...]) -> tuple[int, ...]:
-    """The shape of an array inside `jax.shard_map`, of whose first axes those named in `names` are divided by the mesh."""
+    """The shape inside `jax.shard_map` of an array, of whose first axes those in `names` are divided by the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     ways = [prod(mesh.shape[name] for name in _names(given) if name in manual) for given in names]
