@@ -80,6 +80,7 @@ inline void RunCta(unsigned block, unsigned blocks, unsigned threads, std::funct
         swapcontext(&cta.scheduler, &thread.context);
         left -= thread.done;
       }
+  running = nullptr;  // the CTA ends with this call
 }
 
 // The values of all lanes of a warp, once all have come here.

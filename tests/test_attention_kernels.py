@@ -31,6 +31,10 @@ CORES = 132
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
 TOLERANCE = 4e-3
 on_hopper = pytest.mark.skipif(Environment.probe().compute_capability != (9, 0), reason="needs a Hopper GPU")
+last_phases_may_be_skipped = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="before jax 0.12 the interpreter refused barriers whose last arrivals nobody waits for",
+)
 
 
 def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int, value_dim: int) -> list[jax.Array]:
@@ -198,6 +202,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@last_phases_may_be_skipped
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_steps import relative_error
-from test_attention_kernels import BF16, TOLERANCE, compiled, interpreted, on_hopper
+from test_attention_kernels import BF16, TOLERANCE, compiled, interpreted, last_phases_may_be_skipped, on_hopper
 
 from jmx.models.attention.paged import attend_pages
 from jmx.models.paged_cache import PagedLayer, Places
@@ -57,6 +57,7 @@ def check_writes(rng: np.random.Generator, heads: int, dim: int) -> None:
 CASES = [(4, 64, None, 3), (8, 64, 128, 3), (2, 128, 1, 2), (6, 80, 200, 4)]
 
 
+@last_phases_may_be_skipped
 @pytest.mark.costly
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)

@@ -1,6 +1,5 @@
 """Every family's reader is a `jmx.checkpoint.Reader`, on the checkpoints that ship here; and importing them is lazy."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_environment import importing
 from float_checkpoints import float_gpt_oss
 
 import jmx
@@ -137,7 +137,5 @@ def test_importing_jmx_imports_no_reader_and_no_orbax():
         "assert jmx.checkpoint.orbax.save\n"
         "try:\n    jmx.checkpoint.nothing\nexcept AttributeError as error:\n    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=importing(ROOT))
     assert done.stdout.strip() == "module 'jmx.checkpoint' has no attribute 'nothing'", done.stderr

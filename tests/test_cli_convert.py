@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import stopped_converts
+from child_environment import importing
 from flax import nnx
 from float_checkpoints import TINY
 
@@ -452,7 +453,7 @@ def stopped(
     float_experts(folder / "in", np.random.default_rng(7))
     chosen = [(case["stage"], case["number"], case["overwrite"]) for case in selected if "stage" in case]
     command = [sys.executable, str(Path(stopped_converts.__file__)), str(folder), json.dumps(chosen)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = importing(ROOT)
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = map(json.loads, done.stdout.splitlines())
     return {(case["stage"], case["signal"], case["overwrite"]): case for case in found}

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_environment import importing
 from text_checkpoints import CHECKPOINTS, write
 from tokenizers import Tokenizer
 
@@ -125,7 +125,7 @@ def test_a_chat_runs_as_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jmx.cli", "chat", folder, "--max-new-tokens", "3", "--no-compilation-cache"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=importing(ROOT, JAX_PLATFORMS="cpu"),
         input="Hello\n",
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_environment import importing
 from flax import nnx
 from model_steps import relative_error
 from safetensors.numpy import load_file
@@ -91,7 +91,7 @@ def test_the_command_runs_from_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jmx.cli", "generate", *arguments, "--json"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},  # where jmx is not installed
+        env=importing(ROOT),  # where jmx is not installed
         capture_output=True,
         text=True,
         check=False,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from child_environment import importing
 
 from jmx import cli
 from jmx.perf import doctor, roofline
@@ -62,7 +63,7 @@ def jmx(*argv, shell="{}", **environment):
     command = " ".join([sys.executable, "-m", "jmx.cli", *argv])
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", shell.format(command)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment,
+        env=importing(ROOT, JAX_PLATFORMS="cpu") | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -111,7 +112,7 @@ def test_errors_keep_their_code_and_stay_off_stdout_whatever_is_closed(closed):
 def test_names_that_are_no_text_and_locales_without_utf_8(environment, tmp_path):
     name = os.fsdecode(bytes(tmp_path) + b"/gr\xfc\xdfe")
     command = [sys.executable, "-m", "jmx.cli", "bench", "--png", f"{name}/out.png"]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    variables = importing(ROOT) | environment
     done = subprocess.run(command, env=variables, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
     assert b"its directory does not exist" in done.stderr

@@ -1,7 +1,6 @@
 """Where commands keep compiled programs: which setting comes first, what cannot be, and that later runs use them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from child_environment import importing
 
 from jmx import cli
 from jmx._version import __version__
@@ -128,10 +128,9 @@ def test_both_options_are_not_allowed(capsys: pytest.CaptureFixture[str]) -> Non
 
 def start(cache: Path, *arguments: str, shell: str = "exec {}") -> "subprocess.Popen[str]":
     command = f"{sys.executable} -m jmx.cli generate {TINY} {' '.join(arguments)}"
-    variables = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "1"}
     return subprocess.Popen(
         ["bash", "-o", "pipefail", "-c", shell.format(command)],
-        env=os.environ | variables,
+        env=importing(ROOT, XDG_CACHE_HOME=str(cache), JAX_ENABLE_COMPILATION_CACHE="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

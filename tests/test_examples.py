@@ -1,13 +1,13 @@
 """Each example runs, is short, and prints what it says."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from child_environment import importing
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted((ROOT / "examples").glob("*.py"))
@@ -34,7 +34,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, selected: list[dict[str, o
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN_ALL, *(str(file) for file in EXAMPLES if file.stem in names)],
         cwd=tmp_path_factory.mktemp("examples"),
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"},
+        env=importing(ROOT, JAX_PLATFORMS="cpu", MPLBACKEND="agg"),
         capture_output=True,
         text=True,
         timeout=300,

@@ -159,7 +159,8 @@ def test_a_layer_its_arrays_and_its_shapes_are_explained_alike():
         explain(shape, jax.eval_shape(lambda: logits), abstract, activation=GPT_OSS),
         explain(expected.problem),
     ):
-        assert found == expected
+        # On a GPU there may be a note on logits, for what is known of their routing.
+        assert replace(found, notes=()) == replace(expected, notes=())
     assert explain(x, ids, experts, activation=GPT_OSS, weights_on="input").problem.weights_on == "input"
 
 

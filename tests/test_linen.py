@@ -103,6 +103,13 @@ def test_quantized_weights_are_a_collection_of_their_own(x):
     assert shapes["correction"]["bias"].shape == (E,)
 
 
+@pytest.mark.parametrize("layout", ["mosaic_sm90", "mosaic_sm90_fp8", "cutlass_sm90"])
+def test_weights_in_layouts_of_kernels_are_those_of_others(layout, x):
+    """Arrays of these layouts have more axes than weights."""
+    layer, packed = make(layout=layout), make(layout="packed")
+    close(apply(layer, init(layer, x), x), apply(packed, init(packed, x), x))
+
+
 def test_grad_of_params_passes_quantized_weights_by(x):
     layer = make()
     variables = nn.meta.unbox(init(layer, x))
@@ -133,7 +140,8 @@ def test_a_gradient_of_quantized_weights_is_an_error(layout, message, x):
 
 
 def test_partitioning_of_every_weight(x):
-    variables = jax.eval_shape(make(axes={"expert": "x", "hidden": "z"}).init, jax.random.key(0), x)
+    layer = make(axes={"expert": "x", "hidden": "z"}, layout="packed")
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
     assert nn.get_partition_spec(variables) == {
         "params": {
             "gate_up_bias": P("x", None),

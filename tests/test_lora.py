@@ -223,6 +223,7 @@ def test_a_scan_over_stacked_layers(rng):
 
 
 @pytest.mark.costly
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 @pytest.mark.parametrize("tokens", [None, "x"])
 @pytest.mark.parametrize("shared", [(), ("a",)])
@@ -261,6 +262,7 @@ def test_a_mesh_that_divides_the_experts(shared, tokens, kind, rng):
 
 
 @pytest.mark.costly
+@pytest.mark.devices(4)
 def test_modules_over_a_mesh(rng):
     mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
     x = jnp.asarray(rng.normal(size=(16, H)), jnp.float32)
@@ -437,6 +439,7 @@ def test_adapters_that_do_not_fit_are_named(case, rng):
         moe(jnp.ones((T, H)), routing_of(rng), experts, adapters)
 
 
+@pytest.mark.usefixtures("on_cpu")  # for `cpu`
 def test_what_cannot_have_adapters(rng):
     experts, x, routing = experts_of(rng), jnp.ones((T, H)), routing_of(rng)
     adapters = adapters_of(rng, experts)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_environment import importing
 from flax import nnx
 
 from jmx import cli
@@ -263,7 +263,7 @@ def test_each_of_two_processes_reads_its_parts_and_both_generate_the_same() -> N
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = Path(__file__).with_name("model_process.py")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(file.parents[1])}
+    environment = importing(file.parents[1], JAX_PLATFORMS="cpu")
     command = [sys.executable, "-W", "error", str(file)]
     with contextlib.ExitStack() as stack:
         processes = []

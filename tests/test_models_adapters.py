@@ -310,6 +310,7 @@ def test_files_that_do_not_fit_are_errors_before_weights_are_read(case, adapter,
     assert err.count("\n") == 1
 
 
+@pytest.mark.devices(2)
 def test_where_experts_have_no_adapters_is_an_error_before_weights_are_read(adapter, monkeypatch, capsys):
     monkeypatch.setattr("jmx.models.loading.fill", lambda *_, **__: pytest.fail("weights were read"))
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])

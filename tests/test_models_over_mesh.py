@@ -17,6 +17,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_environment import importing
 from flax import nnx
 from model_steps import relative_error
 
@@ -277,7 +278,7 @@ def test_saved_models_are_restored_onto_any_mesh(saved: str | None, to: str | No
 def test_a_save_that_is_killed_leaves_a_whole_model_or_none(stage: str, tmp_path: Path) -> None:
     """And the one that was saved before; and the next save succeeds, and removes what the killed one left."""
     script = Path(__file__).with_name("killed_save.py")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(script.parents[1])}
+    environment = importing(script.parents[1], JAX_PLATFORMS="cpu")
     command = [sys.executable, script, TINY, tmp_path, stage]
     killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

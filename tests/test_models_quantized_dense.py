@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import jmx
 from jmx import cli
 from jmx.checkpoint import shards
-from jmx.models import FAMILIES, Model, load
+from jmx.models import FAMILIES, Model, load, restore, save
 from jmx.models.families.family import Family
 from jmx.models.layers import Linear, RMSNorm, project
 from jmx.models.quantized_weights import QuantizedWeights, concatenated, stays_quantized
@@ -255,6 +255,19 @@ def test_concatenated_rows_are_those_of_all_parts(format: str, rng: np.random.Ge
     np.testing.assert_allclose(
         linear(jnp.asarray(x)), x @ np.asarray(whole.astype(jnp.float32)).T, rtol=1e-4, atol=1e-4
     )
+
+
+def test_saving_them_is_an_error_that_names_the_remedy(tmp_path: Path) -> None:
+    folder = DATA / "deepseek_v3/fp8"
+    model, _ = loaded(folder)
+    message = r"^`model` must have floats outside experts, but \S+ is in 'fp8_\w+': load it with dequantize_dense=True$"
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "model", model)
+    assert not any(tmp_path.iterdir())
+    model, _ = loaded(folder, dequantize_dense=True)
+    save(tmp_path / "model", model)
+    read = restore(tmp_path / "model", model.config, format="fp8_block", dtype=jnp.float32)
+    assert np.array_equal(logits(read, TOKENS), logits(model, TOKENS))
 
 
 # The command line

@@ -1,17 +1,17 @@
 """Notebooks of docs/notebooks: their code runs, and what is saved in them is what it shows."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from child_environment import importing
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+ENVIRONMENT = importing(ROOT, JAX_PLATFORMS="cpu", MPLBACKEND="agg")
 
 
 def code_cells(notebook: pathlib.Path) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def test_the_code_of_a_notebook_runs(notebook):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=notebook.parent,
-        env=os.environ | ENVIRONMENT,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,

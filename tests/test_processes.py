@@ -1,7 +1,6 @@
 """Two processes with two devices each, by jax.distributed: the numbers of one, and an end when one of them dies."""
 
 import contextlib
-import os
 import pathlib
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from child_environment import importing
 
 pytestmark = pytest.mark.costly
 
@@ -44,7 +44,7 @@ def pair(folder: pathlib.Path, what: str, heartbeat_s: int) -> Iterator[Pair]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(FILE.parents[1])}
+    environment = importing(FILE.parents[1], JAX_PLATFORMS="cpu")
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         started = Pair([], [])

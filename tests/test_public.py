@@ -1,7 +1,6 @@
 """The package as others see it: names, version, types, the order of its files, and what importing it costs."""
 
 import ast
-import os
 import pathlib
 import re
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import tomllib
 
 import pytest
+from child_environment import importing
 
 import jmx
 from jmx import _version
@@ -44,7 +44,7 @@ ORDER = [
 def run(code, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(ROOT.parent)} | environment,
+        env=importing(ROOT.parent) | environment,
         capture_output=True,
         text=True,
         timeout=120,

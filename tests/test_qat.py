@@ -363,6 +363,7 @@ def test_modules_start_from_quantized_experts(kind, rng):
 
 
 @pytest.mark.costly
+@pytest.mark.devices(4)
 def test_a_module_over_a_mesh(rng):
     mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
     x = normal(rng, 16, H)

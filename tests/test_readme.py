@@ -5,7 +5,6 @@ import functools
 import importlib
 import importlib.util
 import itertools
-import os
 import pathlib
 import re
 import shlex
@@ -16,6 +15,7 @@ import tomllib
 from typing import Any, NamedTuple
 
 import pytest
+from child_environment import importing
 
 import jmx
 from benchmarks import picture
@@ -64,7 +64,7 @@ def python(page: str) -> str:
 
 
 def run(*arguments: str | pathlib.Path, here: pathlib.Path = ROOT, warnings: str = "error") -> str:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(here)}
+    environment = importing(here, JAX_PLATFORMS="cpu")
     done = subprocess.run(
         [sys.executable, "-W", warnings, *arguments],
         cwd=here,
@@ -119,8 +119,7 @@ def installed(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
     for block in blocks("adding_a_backend.md"):
         (package / block.file).write_text(block.text)
     install(package, site)
-    path = os.pathsep.join(map(str, (site, ROOT)))
-    return package, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    return package, importing(site, ROOT, JAX_PLATFORMS="cpu")
 
 
 @pytest.mark.costly

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import re
 import socket
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backend_cases import Case, draw_routing, draw_weights, draw_x
+from child_environment import importing
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -576,7 +576,7 @@ def printed() -> tuple[list[str], list[str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = pathlib.Path(__file__).with_name("rebalancing_process.py")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(file.parents[1])}
+    environment = importing(file.parents[1], JAX_PLATFORMS="cpu")
     command = [sys.executable, "-W", "error", str(file)]
     with contextlib.ExitStack() as stack:
         processes = [

@@ -208,6 +208,7 @@ def test_linen_scans_and_remat(x):
     np.testing.assert_array_equal(parallel.layer_counts(found["intermediates"]), expected)
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_counts_are_of_the_tokens_of_all_devices(flax, kind, x):

@@ -122,7 +122,9 @@ def part(routing: jmx.Routing, i: int | slice) -> jmx.Routing:
     return jax.tree.map(lambda a: a[i], routing)
 
 
-@pytest.mark.parametrize("kind", TRANSFORMED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.devices(2 if kind == "shard_map" else 1)) for kind in TRANSFORMED]
+)
 def test_each_call_gets_what_it_saved(kind, passes, rng):
     x, routing, experts = arguments(rng, 2)
     of_each = [gradients(lambda x, i=i: loss(x, part(routing, i), experts, False), x[i]) for i in range(2)]
@@ -152,6 +154,7 @@ def test_policies_of_checkpoint_keep_it_by_name(policy, passes, rng):
     close(gradients(run, x), gradients(lambda x: loss(x, routing, experts, False), x))
 
 
+@pytest.mark.devices(2)
 @pytest.mark.parametrize("split", [None, jmx.Split(expert="dp"), jmx.Split(tokens="dp")], ids=str)
 def test_over_a_mesh(split, passes, rng):
     x, routing, experts = arguments(rng)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import text_checkpoints
+from child_environment import importing
 
 from jmx.cli.serving import IdTokenizer
 from jmx.serving import server
@@ -304,7 +304,7 @@ asyncio.run(main())
 
 @pytest.mark.costly
 def test_the_first_request_imports_nothing() -> None:
-    folders = {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), str(pathlib.Path.cwd())])}
     command = [sys.executable, "-c", REHEARSED]
-    done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, check=False)
+    environment = importing(pathlib.Path(__file__).parent, pathlib.Path.cwd())
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import serving_process
+from child_environment import importing
 
 from jmx.models import load
 
@@ -31,7 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error", ROOT / "examples" / "train.py", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}
+    environment = importing(ROOT, JAX_PLATFORMS="cpu", MPLBACKEND="agg")
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -89,7 +90,7 @@ def test_the_commands_of_the_page_run(text: Path, whole: tuple[Path, str], tmp_p
     train, generate, serve, fine_tune, adapted = commands
     assert train[2:] == ["bible.txt", "run"]  # `whole` ran it
     places = {"run/checkpoint": str(whole[0] / "checkpoint"), "LICENSE": str(text), "adapters": str(tmp_path / "new")}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment = importing(ROOT, JAX_PLATFORMS="cpu")
     for command in generate, fine_tune, adapted:
         start_of = [sys.executable] if command[0] == "python" else [sys.executable, "-m", "jmx.cli"]
         rest = [places.get(word, word) for word in command[1:]]

@@ -21,6 +21,7 @@ from jmx.models.families.choice import family_with
 from jmx.models.loading import shapes_of, split_of
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of
+from jmx.models.quantized_weights import QuantizedWeights
 from jmx.models.sharded_moe import ShardedMoE, in_shards
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -34,12 +35,19 @@ def save(path: str | os.PathLike[str], model: Model) -> None:
     """Saves a model with `jmx.checkpoint.orbax.save`. Shards of experts are saved as whole experts.
 
     Raises:
-        ValueError: a model whose experts have adapters.
+        ValueError: a model whose experts have adapters, or whose weights outside experts stay in FP8.
         TypeError, ValueError, FileExistsError, FileNotFoundError: as `jmx.checkpoint.orbax.save`.
     """
     check_instance("model", model, Model)
     if any(getattr(getattr(block, "moe", None), "adapters", None) is not None for block in model.layers):
         raise ValueError("`model` must have no adapters: jmx.checkpoint.peft.save writes them")
+    for key, weights in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(its := weights.get_value(), QuantizedWeights):
+            name = ".".join(map(str, key))
+            raise ValueError(
+                f"`model` must have floats outside experts, but {name} is in {its.format.name!r}: "
+                "load it with dequantize_dense=True"
+            )
     if any(isinstance(getattr(block, "moe", None), ShardedMoE) for block in model.layers):
         model = nnx.merge(*nnx.split(model))  # another object, which shares the arrays
         for block in model.layers:

@@ -86,11 +86,12 @@ def split_of(
 
 
 def local_shape(shape: tuple[int, ...], names: tuple[MeshAxes, ...]) -> tuple[int, ...]:
-    """The shape of an array inside `jax.shard_map`, of whose axes those named in `names` are divided by the mesh."""
+    """The shape inside `jax.shard_map` of an array, of whose first axes those in `names` are divided by the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes}
     ways = [prod(mesh.shape[name] for name in names_of(given) if name in manual) for given in names]
-    return tuple(size // parts for size, parts in zip(shape, ways, strict=True))
+    parts = (*ways, *(1 for _ in shape[len(ways) :]))  # layouts of kernels have more axes than weights
+    return tuple(size // part for size, part in zip(shape, parts, strict=True))
 
 
 def mesh_of(x: Any, arrays: Mapping[str, Any]) -> AnyMesh | None:
