@@ -26,6 +26,8 @@ from jmx.numerics.layouts import LAYOUTS
 from jmx.numerics.quantization import random
 from jmx.pallas.triton.backend import Triton
 from jmx.selection.backend import Backend, Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
 
 BLOCK = MXFP4.block_size
 ONE = 127  # scale code of 1.0
@@ -387,6 +389,16 @@ def call(backend: str, case: Case, experts: Experts, x: Any, routing: Any, mask:
     assert y.dtype == x.dtype
     assert y.shape == x.shape
     return np.asarray(y).astype(np.float64)
+
+
+def assert_rejects(
+    backend: Backend, problem: Problem, environment: Environment, reason: Reason, reported: str = ""
+) -> None:
+    """The backend cannot run the problem on that machine, for this reason, with this in its detail."""
+    rejection = backend.supports(problem, environment)
+    assert rejection is not None
+    assert rejection.reason is reason
+    assert reported in rejection.detail
 
 
 def assert_close(y: np.ndarray, expected: np.ndarray, dtype: str, factor: float = 1) -> None:

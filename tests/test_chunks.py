@@ -4,7 +4,7 @@ import re
 from functools import partial
 from typing import Any
 
-import aot
+import divided_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,18 +91,8 @@ def test_collectives_overlap_with_products_when_compiled_for_two_gpus() -> None:
 
     XLA lets one collective run at once, so it is one of each product.
     """
-    shape, count = MODELS["small"], 3
-    mesh = aot.mesh_of("h200", 2)
-    (axis,) = mesh.axis_names
-    split = jmx.Split(expert=axis, tokens=axis, exchange="gather", chunks=count, mesh=mesh)
-
-    def call(x: Any, logits: Any, experts: Any) -> jax.Array:
-        return jmx.moe(x, jmx.Logits(logits, shape.method), experts, activation=shape.activation, split=split)
-
-    experts = jax.eval_shape(lambda key: shape.experts(key).prepare("mosaic_sm90"), jax.random.key(0))
-    x = jnp.zeros((128, shape.hidden_size), jnp.bfloat16)
-    text = aot.program_over(mesh, call, x, jnp.zeros((128, shape.num_experts)), experts)
-    entry = text[text.index("ENTRY ") :]
+    count = 3
+    entry = divided_layers.layer_over_h200s(MODELS["small"], 2, 128, exchange="gather", chunks=count)
     beside = []
     for kind in ("all-gather", "reduce-scatter"):
         starts = re.findall(rf"%([\w.-]+) = [^\n]* {kind}-start\(", entry)

@@ -17,7 +17,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from backend_cases import BLOCK, Case, assert_agrees, decoded, draw_routing, draw_weights, draw_x, reference
+from backend_cases import (
+    BLOCK,
+    Case,
+    assert_agrees,
+    assert_rejects,
+    decoded,
+    draw_routing,
+    draw_weights,
+    draw_x,
+    reference,
+)
 from cpu_product import protect
 from hypothesis import given
 from hypothesis import strategies as st
@@ -348,17 +358,12 @@ CASE = Case().problem()
     ],
 )
 def test_what_it_refuses(changed, device, reason):
-    rejection = Cpu().supports(dataclasses.replace(CASE, **changed), Environment.named(device))
-    assert rejection is not None
-    assert rejection.reason is reason
+    assert_rejects(Cpu(), dataclasses.replace(CASE, **changed), Environment.named(device), reason)
 
 
 @built
 def test_instructions_that_are_not_here_are_refused():
-    rejection = Cpu("sse9").supports(CASE, HERE)
-    assert rejection is not None
-    assert rejection.reason is Reason.LIBRARY
-    assert "`instructions` (='sse9')" in rejection.detail
+    assert_rejects(Cpu("sse9"), CASE, HERE, Reason.LIBRARY, "`instructions` (='sse9')")
 
 
 @pytest.mark.parametrize("file", ["missing", "broken"])

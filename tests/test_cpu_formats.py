@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from backend_cases import Case, activated, assert_close, draw_routing, draw_weights, draw_x
+from backend_cases import Case, activated, assert_close, assert_rejects, draw_routing, draw_weights, draw_x
 from cpu_product import product
 from dequantized import by_column, dequantized
 from hypothesis import given
@@ -455,20 +455,16 @@ def test_which_pairs_it_takes(input_format):
         )
         yes = name in TAKEN and (input_format is None or (input_format == "int8_token" and "int4" in name))
         assert jmx.explain(problem, device="cpu").chosen == ("cpu" if yes else "xla")
-        rejection = Cpu().supports(problem, HERE)
         if not yes:
-            assert rejection is not None
-            assert rejection.reason is (Reason.INPUT_FORMAT if name in TAKEN else Reason.FORMAT)
-            assert str(name if name not in TAKEN else input_format) in rejection.detail
+            reason, found = (Reason.INPUT_FORMAT, input_format) if name in TAKEN else (Reason.FORMAT, name)
+            assert_rejects(Cpu(), problem, HERE, reason, str(found))
 
 
 @built
 @pytest.mark.parametrize("sizes", [{"hidden_size": 34}, {"intermediate_size": 35, "gate_up_order": None}])
 def test_rows_that_do_not_come_by_fours_are_refused(sizes):
-    rejection = Cpu().supports(dataclasses.replace(Case(format="int4_channel").problem(), **sizes), HERE)
-    assert rejection is not None
-    assert rejection.reason is Reason.SHAPE
-    assert f"(={next(iter(sizes.values()))}) must be a multiple of 4" in rejection.detail
+    problem, (size, *_) = dataclasses.replace(Case(format="int4_channel").problem(), **sizes), sizes.values()
+    assert_rejects(Cpu(), problem, HERE, Reason.SHAPE, f"(={size}) must be a multiple of 4")
 
 
 def test_its_formats_are_those_of_four_bits():

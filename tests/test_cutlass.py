@@ -20,6 +20,7 @@ from backend_cases import (
     activated,
     assert_agrees,
     assert_close,
+    assert_rejects,
     call,
     draw_routing,
     draw_weights,
@@ -90,10 +91,7 @@ class Unknown(Activation):
 )
 def test_what_it_refuses_of_a_problem(there, change, reason, reported):
     assert Cutlass().supports(PROBLEM, HOPPER) is None
-    rejection = Cutlass().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert reported in rejection.detail
+    assert_rejects(Cutlass(), dataclasses.replace(PROBLEM, **change), HOPPER, reason, reported)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +103,7 @@ def test_what_it_refuses_of_a_problem(there, change, reason, reported):
     ],
 )
 def test_what_it_refuses_of_a_machine(there, device, reason, reported):
-    rejection = Cutlass().supports(PROBLEM, Environment.named(device))
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert reported in rejection.detail
+    assert_rejects(Cutlass(), PROBLEM, Environment.named(device), reason, reported)
 
 
 @pytest.mark.parametrize("layout", ["packed", LAYOUT.name])
@@ -125,9 +120,7 @@ def test_unbuilt_it_names_first_what_building_would_not_mend(nowhere):
         ("input_format", "fp8_token", Reason.INPUT_FORMAT),
         ("dtype", "float32", Reason.DTYPE),
     ):
-        rejection = Cutlass().supports(dataclasses.replace(PROBLEM, **{field: value}), HOPPER)
-        assert rejection is not None
-        assert rejection.reason is reason
+        assert_rejects(Cutlass(), dataclasses.replace(PROBLEM, **{field: value}), HOPPER, reason)
 
 
 @pytest.mark.parametrize("request_", [None, "cutlass"])

@@ -15,6 +15,7 @@ from backend_cases import (
     ONE,
     Case,
     assert_agrees,
+    assert_rejects,
     call,
     draw_routing,
     draw_weights,
@@ -57,10 +58,7 @@ HOPPER = Environment.named("h200")
     ],
 )
 def test_rejected_problems(change, reason, message):
-    rejection = MosaicSm90().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert message in rejection.detail
+    assert_rejects(MosaicSm90(), dataclasses.replace(PROBLEM, **change), HOPPER, reason, message)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +70,7 @@ def test_rejected_problems(change, reason, message):
     ],
 )
 def test_rejected_machines(device, reason, message):
-    rejection = MosaicSm90().supports(PROBLEM, Environment.named(device))
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert message in rejection.detail
+    assert_rejects(MosaicSm90(), PROBLEM, Environment.named(device), reason, message)
 
 
 @pytest.mark.parametrize("device", ["h100", "h200"])

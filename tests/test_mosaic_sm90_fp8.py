@@ -19,6 +19,7 @@ from backend_cases import (
     NEITHER,
     Case,
     assert_agrees,
+    assert_rejects,
     call,
     draw_routing,
     draw_weights,
@@ -99,10 +100,7 @@ PAIRS = [
     ],
 )
 def test_rejected_problems(change, reason, message):
-    rejection = MosaicSm90Fp8().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert message in rejection.detail
+    assert_rejects(MosaicSm90Fp8(), dataclasses.replace(PROBLEM, **change), HOPPER, reason, message)
 
 
 @pytest.mark.parametrize("sizes", [(160, 256), (256, 136), (100, 1)])
@@ -127,9 +125,7 @@ def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
 
 @pytest.mark.parametrize(("device", "reason"), [("cpu", Reason.PLATFORM), ("b200", Reason.COMPUTE_CAPABILITY)])
 def test_rejected_machines(device, reason):
-    rejection = MosaicSm90Fp8().supports(PROBLEM, Environment.named(device))
-    assert rejection is not None
-    assert rejection.reason is reason
+    assert_rejects(MosaicSm90Fp8(), PROBLEM, Environment.named(device), reason)
 
 
 @pytest.mark.every_case

@@ -5,7 +5,7 @@ import re
 from functools import partial
 from typing import Any
 
-import aot
+import divided_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,6 @@ from jax.sharding import AxisType
 from model_steps import relative_error
 
 import jmx
-from jmx.ffi.library import load
 from jmx.ffi.peer import collectives, copies, library
 from jmx.parallel import chunks, overlapped, peer, wire
 from jmx.parallel.exchange import Call
@@ -142,23 +141,8 @@ def test_copies_begin_before_the_experts_and_end_after_them_when_compiled_for_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the order in which XLA launches, without a copy of what is sent or received."""
-    library.register_handlers(load(library._PATH, {}))
-    for module in (collectives, copies):
-        monkeypatch.setattr(module, "devices_of", lambda ctx, axes: np.arange(4))
-    monkeypatch.setattr(peer, "fault", lambda *_: None)
-    shape, count = MODELS["small"], 3
-    mesh = aot.mesh_of("h200", 4)
-    (axis,) = mesh.axis_names
-    split = jmx.Split(expert=axis, tokens=axis, exchange="peer", chunks=count, mesh=mesh)
-
-    def call(x: Any, logits: Any, experts: Any) -> jax.Array:
-        return jmx.moe(x, jmx.Logits(logits, shape.method), experts, activation=shape.activation, split=split)
-
-    experts = jax.eval_shape(lambda key: shape.experts(key).prepare("mosaic_sm90"), jax.random.key(0))
-    x = jax.ShapeDtypeStruct((1024, shape.hidden_size), jnp.bfloat16)
-    logits = jax.ShapeDtypeStruct((1024, shape.num_experts), jnp.float32)
-    text = aot.program_over(mesh, call, x, logits, experts)
-    entry = text[text.index("ENTRY ") :]
+    divided_layers.lower_peer(monkeypatch, 4, collectives, copies)
+    entry = divided_layers.layer_over_h200s(MODELS["small"], 4, 1024, exchange="peer", chunks=3)
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
     kinds = ["experts" if target == "mosaic_gpu_v2" else target.removeprefix("jmx_peer_") for target in calls]
     between = [sorted(group.split()) for group in " ".join(kinds).split("experts")]

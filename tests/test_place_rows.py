@@ -7,7 +7,7 @@ import pytest
 
 from jmx import grouping
 from jmx.grouping import Cut
-from jmx.pallas import place_rows
+from jmx.pallas import place_rows, row_tiles
 
 INTERPRETED = pytest.mark.usefixtures("on_cpu")
 SIZES = [(9, 2, 4, 50), (24, 4, 5, 96), (33, 1, 3, 640)]  # tokens, slots, experts, columns
@@ -42,7 +42,7 @@ def test_every_assignment_has_its_token(sizes, dtype, interpret, rng):
 @INTERPRETED
 def test_too_many_rows_for_32_bits_are_gathered(rng, monkeypatch):
     x, row_of, token_of_row = draw(rng, SIZES[0], "bfloat16")
-    monkeypatch.setattr(place_rows, "_MOST_ELEMENTS", token_of_row.size * x.shape[1])
+    monkeypatch.setattr(row_tiles, "MOST_ELEMENTS", token_of_row.size * x.shape[1])
     monkeypatch.setattr(place_rows, "_place", None)
     rows = np.asarray(place_rows.place(x, row_of, token_of_row))
     np.testing.assert_array_equal(rows, np.asarray(x)[np.asarray(token_of_row)])

@@ -197,13 +197,14 @@ def test_flax_modules_are_imported_by_name(module):
 
 def test_remedies_name_the_distribution_and_its_extras():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    found = [
-        (name, extra)
+    texts = [
+        file.read_text()
         for folder in (ROOT, ROOT.parent / "docs")
         for file in folder.rglob("*")
         if file.suffix in (".py", ".md")
-        for name, extra in re.findall(r"['`](jmx[\w-]*)\[([a-z{]\w*)\}?\]", file.read_text())
     ]
+    assert not [line for text in texts for line in re.findall(r"pip install [^'\"`]* jmx(?![\w-])", text)]
+    found = [pair for text in texts for pair in re.findall(r"['`](jmx[\w-]*)\[([a-z{]\w*)\}?\]", text)]
     assert len(found) > 8
     assert {name for name, _ in found} == {project["name"]}
     assert {extra for _, extra in found} - {"{extra"} <= project["optional-dependencies"].keys()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import aot
+import divided_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,6 @@ from model_steps import relative_error
 
 import jmx
 from jmx.engines.grouped import Terms
-from jmx.ffi.library import load
 from jmx.ffi.peer import collectives, library, needed, terms
 from jmx.parallel import needed as needed_rows
 from jmx.parallel import peer
@@ -116,23 +115,8 @@ def test_the_sum_reads_what_the_products_wrote_when_compiled(
     num_gpus: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a copy or another kernel between them."""
-    library.register_handlers(load(library._PATH, {}))
-    for module in (collectives, needed, terms):
-        monkeypatch.setattr(module, "devices_of", lambda ctx, axes: np.arange(num_gpus))
-    monkeypatch.setattr(peer, "fault", lambda *_: None)
-    shape = MODELS["gpt-oss-120b"]
-    mesh = aot.mesh_of("h200", num_gpus)
-    (axis,) = mesh.axis_names
-    split = jmx.Split(expert=axis, tokens=axis, exchange="peer", mesh=mesh)
-
-    def call(x: Any, logits: Any, experts: Any) -> jax.Array:
-        return jmx.moe(x, jmx.Logits(logits, shape.method), experts, activation=shape.activation, split=split)
-
-    experts = jax.eval_shape(lambda key: shape.experts(key).prepare("mosaic_sm90"), jax.random.key(0))
-    x = jax.ShapeDtypeStruct((num_gpus * tokens, shape.hidden_size), jnp.bfloat16)
-    logits = jax.ShapeDtypeStruct((num_gpus * tokens, shape.num_experts), jnp.float32)
-    text = aot.program_over(mesh, call, x, logits, experts)
-    entry = text[text.index("ENTRY ") :]
+    divided_layers.lower_peer(monkeypatch, num_gpus, collectives, needed, terms)
+    entry = divided_layers.layer_over_h200s(MODELS["gpt-oss-120b"], num_gpus, num_gpus * tokens, exchange="peer")
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
     needs = "_needed" if num_gpus == 4 else ""
     assert calls == [f"jmx_peer_gather{needs}", "mosaic_gpu_v2", "jmx_peer_scatter_terms"]

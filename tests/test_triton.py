@@ -15,6 +15,7 @@ from backend_cases import (
     TESTED,
     Case,
     assert_agrees,
+    assert_rejects,
     call,
     draw_routing,
     draw_weights,
@@ -65,10 +66,7 @@ def interpreted_too(monkeypatch):
 )
 def test_what_it_refuses_of_a_problem(change, reason, reported):
     assert Triton().supports(PROBLEM, AMPERE) is None
-    rejection = Triton().supports(dataclasses.replace(PROBLEM, **change), AMPERE)
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert reported in rejection.detail
+    assert_rejects(Triton(), dataclasses.replace(PROBLEM, **change), AMPERE, reason, reported)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +79,7 @@ def test_what_it_refuses_of_a_problem(change, reason, reported):
     ],
 )
 def test_what_it_refuses_of_a_machine(environment, reason, reported):
-    rejection = Triton().supports(PROBLEM, environment)
-    assert rejection is not None
-    assert rejection.reason is reason
-    assert reported in rejection.detail
+    assert_rejects(Triton(), PROBLEM, environment, reason, reported)
 
 
 def test_interpreted_it_runs_on_a_cpu_alone():

@@ -15,6 +15,7 @@ from backend_cases import (
     Case,
     activated,
     assert_agrees,
+    assert_rejects,
     call,
     draw_routing,
     draw_weights,
@@ -90,10 +91,7 @@ def problem(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_dtypes_that_are_refused(dtype):
-    rejection = Xla().supports(problem(dtype), Environment.named("cpu"))
-    assert rejection is not None
-    assert rejection.reason is Reason.DTYPE
-    assert jnp.dtype(dtype).name in rejection.detail
+    assert_rejects(Xla(), problem(dtype), Environment.named("cpu"), Reason.DTYPE, jnp.dtype(dtype).name)
 
 
 @pytest.mark.parametrize("device", ["cpu", "a100", "h200", "b200"])

@@ -16,16 +16,14 @@ from jax import lax
 from jmx import grouping
 from jmx.engines import grouped
 from jmx.grouping import Blocks, Work
-from jmx.pallas import defined
+from jmx.pallas import defined, row_tiles
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Bool, Float, Int32, Shaped
+from jmx.util.typing import Array, Float, Int32, Shaped
 
-ROWS, COLUMNS, WARPS = 4, 512, 4  # of a tile
 MOST_CTAS = 1 << 11  # which take turns at the rows that are used: each that finds none takes time, too
 # Slots of all tokens, below which these kernels were no faster than XLA's: where a quarter of the experts, or fewer,
 # are the device's own, and where more are.
 LEAST_SLOTS_OF_A_QUARTER, LEAST_SLOTS = 1 << 12, 1 << 15
-_MOST_ELEMENTS = 1 << 31  # of an array, in which Triton's indices are of 32 bits
 
 
 def applies(problem: Problem, num_slots: int) -> bool:
@@ -40,7 +38,7 @@ def take(problem: Problem, x: Shaped[Array, "T H"], work: Work) -> Shaped[Array,
     """The rows of x that sorted work reads; those after all blocks' rows hold anything."""
     index = work.token_of_row
     assert index is not None
-    if not applies(problem, work.row_of.size) or index.size * x.shape[1] >= _MOST_ELEMENTS:
+    if not applies(problem, work.row_of.size) or index.size * x.shape[1] >= row_tiles.MOST_ELEMENTS:
         return _taken(x, index)
     return _take(x, index, last_row(work.blocks), call=Take())[0]
 
@@ -54,7 +52,7 @@ def combine(
     problem: Problem, dtype: Any, parts: Float[Array, "P R H"], work: Work, weights: Float[Array, "T k"] | None
 ) -> Float[Array, "T H"]:
     """`grouping.combine`, of `dtype`."""
-    if not applies(problem, work.row_of.size) or parts.size >= _MOST_ELEMENTS:
+    if not applies(problem, work.row_of.size) or parts.size >= row_tiles.MOST_ELEMENTS:
         return grouping.combine(parts, work, weights).astype(dtype)
     rest = () if weights is None else (weights,)
     return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
@@ -78,7 +76,10 @@ class Take:
         return [_taken(x, index)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
-        return _launch(_take_tiles, self, given, "jmx_take_own_rows")
+        (out,) = self.shapes(*given)
+        rows, columns = row_tiles.num_tiles(out.shape)
+        grid = min(rows, max(1, MOST_CTAS // columns)), columns
+        return row_tiles.launch(_take_tiles, out, grid, given, "jmx_take_own_rows", interpret=self.interpret)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Combine:
         return [grouping.combine(parts, work, *(weights or (None,))).astype(self.dtype)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Float[Array, "T H"]]:
-        return _launch(_combine_tile, self, given, "jmx_combine_own_rows")
+        (out,) = self.shapes(*given)
+        grid = row_tiles.num_tiles(out.shape)
+        return row_tiles.launch(_combine_tile, out, grid, given, "jmx_combine_own_rows", interpret=self.interpret)
 
 
 _take = defined.primitive("jmx_take_own_rows")
@@ -116,35 +119,6 @@ def _taken(x: Shaped[Array, "T H"], index: Int32[Array, " R"]) -> Shaped[Array, 
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _launch(kernel: Any, call: Any, given: Any, name: str) -> list[Shaped[Array, "R H"]]:
-    # Importing Pallas takes a second.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
-    (out,) = call.shapes(*given)
-    return pl.pallas_call(
-        kernel,
-        out_shape=[out],
-        grid=_grid(call, out),
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=call.interpret,
-        name=name,
-    )(*given)
-
-
-def _grid(call: Any, out: Any) -> tuple[int, int]:
-    """Tiles of rows, or fewer CTAs that take turns at them, and tiles of columns."""
-    rows, columns = -(-out.shape[0] // ROWS), -(-out.shape[1] // COLUMNS)
-    return (min(rows, max(1, MOST_CTAS // columns)) if isinstance(call, Take) else rows), columns
-
-
-def _tile(out: Any, nth: Any, column: Any) -> tuple[Int32[Array, " r"], Int32[Array, "1 c"], Bool[Array, "r c"]]:
-    """Rows and columns of a tile of a result, by its numbers, and which of them are inside."""
-    rows = nth * ROWS + jnp.arange(ROWS, dtype=jnp.int32)
-    columns = (column * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))[None, :]
-    return rows, columns, (rows < out.shape[0])[:, None] & (columns < out.shape[1])
-
-
 def _take_tiles(x: Any, index: Any, end: Any, out: Any) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
@@ -152,14 +126,14 @@ def _take_tiles(x: Any, index: Any, end: Any, out: Any) -> None:
     first, column, step, last = pl.program_id(0), pl.program_id(1), pl.num_programs(0), end[0]
 
     def take(turn: Int32[Array, ""], carry: None) -> None:
-        rows, columns, inside = _tile(out, first + turn * step, column)
+        rows, columns, inside = row_tiles.tile(out.shape, first + turn * step, column)
         used = rows < last
         tokens = plgpu.load(index.at[rows], mask=used, other=0)
         inside &= used[:, None]
         values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
         plgpu.store(out.at[rows[:, None], columns], values, mask=inside)
 
-    tiles = lax.div(last + (ROWS - 1), ROWS)
+    tiles = lax.div(last + (row_tiles.ROWS - 1), row_tiles.ROWS)
     lax.fori_loop(0, lax.div(jnp.maximum(tiles - first + (step - 1), 0), step), take, None)
 
 
@@ -168,7 +142,7 @@ def _combine_tile(parts: Any, row_of: Any, *rest: Any) -> None:
     from jax.experimental.pallas import triton as plgpu
 
     *weights, out = rest
-    tokens, columns, inside = _tile(out, pl.program_id(0), pl.program_id(1))
+    tokens, columns, inside = row_tiles.tile(out.shape, pl.program_id(0), pl.program_id(1))
     total = jnp.zeros(inside.shape, jnp.float32)
     for slot in range(row_of.shape[1]):
         row = plgpu.load(row_of.at[tokens, slot], mask=tokens < out.shape[0], other=-1)

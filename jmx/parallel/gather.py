@@ -1,5 +1,6 @@
 """Exchange `gather`: every device gets all tokens, computes what its experts add to each, and results are summed."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -70,8 +71,14 @@ def _gathered_fwd(collective: Collective, axes: Names, *arrays: Any) -> tuple[An
 
 
 def _gathered_bwd(collective: Collective, axes: Names, _: None, cotangents: Any) -> tuple[Any, ...]:
+    return scattered_back(axes, cotangents)
+
+
+def scattered_back(axes: Names, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Cotangents of a device's rows, from those of all devices' rows (nT, ...); None of ids, which have no gradient."""
+
     def scatter(cotangent: Any) -> Any:
-        if cotangent.dtype == jax.dtypes.float0:  # ids have no gradient
+        if cotangent.dtype == jax.dtypes.float0:
             return None
         return lax.psum_scatter(cotangent, axes, scatter_dimension=0, tiled=True)
 

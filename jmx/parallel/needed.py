@@ -12,6 +12,7 @@ from jmx.meshes import Names
 from jmx.pallas.routing.choice import Choice
 from jmx.parallel.chunks import bounds_with_small_ends
 from jmx.parallel.exchange import Call
+from jmx.parallel.gather import scattered_back
 from jmx.parallel.row_plan import average_rows
 from jmx.routing import Logits, Method, Routing
 from jmx.routing.leading import arrays_of, with_arrays
@@ -92,12 +93,7 @@ def _gathered_fwd(call: Call, firsts: Any, x: Any, *routing: Any) -> tuple[list[
 
 
 def _gathered_bwd(call: Call, _: None, cotangents: Any) -> tuple[Any, ...]:
-    def scatter(cotangent: Any) -> Any:
-        if cotangent.dtype == jax.dtypes.float0:  # ids have no gradient
-            return None
-        return lax.psum_scatter(cotangent, call.axes, scatter_dimension=0, tiled=True)
-
-    return None, *map(scatter, cotangents[:-1])
+    return None, *scattered_back(call.axes, cotangents[:-1])
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)

@@ -7,7 +7,6 @@ from jax import lax
 
 from jmx.util.typing import Array, Shaped, UInt
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 # Bytes of the first array up to which the others are sent with it, in one collective: above, packing them takes longer
 # than starting another two.
 PACKED_BYTES = 1 << 20
@@ -34,7 +33,7 @@ def together(
 
 def _lanes(array: Shaped[Array, "T n"], size: int) -> UInt[Array, "T m"]:
     """The bits of each row, as unsigned integers of `size` bytes."""
-    return lax.bitcast_convert_type(array, _UNSIGNED[size]).reshape(array.shape[0], -1)
+    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).reshape(array.shape[0], -1)
 
 
 def _from_lanes(lanes: UInt[Array, "T m"], like: Shaped[Array, "t n"]) -> Shaped[Array, "T n"]:

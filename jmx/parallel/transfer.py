@@ -17,7 +17,6 @@ from jmx.parallel.moves import Schedule
 from jmx.util.typing import Array, Bool, Int32, Shaped, UInt
 
 _POLL_S = 1e-3
-_UNSIGNED = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
 def transfer(
@@ -158,7 +157,7 @@ def bits_of(array: Shaped[Array, "..."]) -> UInt[Array, "..."]:
     bits = info(array.dtype).bits
     if bits == 4:
         return lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, 2), jnp.uint8)
-    return lax.bitcast_convert_type(array, _UNSIGNED[bits])
+    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}"))
 
 
 def from_bits(bits: UInt[Array, "..."], like: Shaped[Any, "..."]) -> Shaped[Array, "..."]:

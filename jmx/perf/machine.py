@@ -25,13 +25,6 @@ from jmx.perf.roofline import Limits
 Device = Any  # a jax.Device
 
 
-def _read_rate(words: np.ndarray[Any, Any], repeats: int) -> float:
-    """Bytes a second that all cores of this process together read of `words`, each core a separate part."""
-    with ThreadPoolExecutor(num_cpus()) as pool:
-        parts = np.array_split(words, num_cpus())
-        return words.nbytes / seconds(lambda: [*pool.map(np.bitwise_or.reduce, parts)], repeats)[0]
-
-
 def num_cpus() -> int:
     """Cores that this process may use, where the platform reports that; else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -80,6 +73,13 @@ def measure_limits(repeats: int) -> Limits:
         left, right = jax.random.normal(key, (2, size, size), dtype)
         squares.append(2 * size**3 / seconds(partial(jax.jit(jnp.matmul), left, right), repeats)[0])
     return Limits(copy_rate, max(squares))
+
+
+def _read_rate(words: np.ndarray[Any, Any], repeats: int) -> float:
+    """Bytes a second that all cores of this process together read of `words`, each core a separate part."""
+    with ThreadPoolExecutor(num_cpus()) as pool:
+        parts = np.array_split(words, num_cpus())
+        return words.nbytes / seconds(lambda: [*pool.map(np.bitwise_or.reduce, parts)], repeats)[0]
 
 
 def measure_links(mesh: Mesh, axes: tuple[str, ...], repeats: int) -> float | None:

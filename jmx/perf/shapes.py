@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx.activations import Activation, SiLUAndMul, SwiGLU
-from jmx.checkpoint.model_configs import gpt_oss, qwen3_moe
+from jmx.checkpoint.model_configs import deepseek_v3, gpt_oss, qwen3_moe
 from jmx.experts import Experts
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -84,15 +84,27 @@ def _qwen3(config: qwen3_moe.Config) -> Shape:
     return Shape(*sizes, TopKSoftmax(config.top_k), SiLUAndMul(), "concatenated", False)
 
 
-# Sizes and activations as in the published model configurations and code.
-_GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
-_DEEPSEEK = GroupedTopK(8, num_groups=8, topk_groups=4, scoring="sigmoid", renormalize=True, routed_scaling_factor=2.5)
+def _deepseek(config: deepseek_v3.Config) -> Shape:
+    sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    method = GroupedTopK(
+        config.top_k,
+        num_groups=config.n_group,
+        topk_groups=config.topk_group,
+        scoring=config.scoring,
+        renormalize=config.norm_topk_prob,
+        routed_scaling_factor=config.routed_scaling_factor,
+    )
+    return Shape(*sizes, method, SiLUAndMul(), "concatenated", False)
+
+
+_GPT_OSS_20B = _gpt_oss(gpt_oss.PUBLISHED["gpt-oss-20b"])
+_SMALL = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 256, "method": TopKSoftmax(2)}
 MODELS = {
-    "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
-    "gpt-oss-20b": _gpt_oss(gpt_oss.PUBLISHED["gpt-oss-20b"]),
+    "small": dataclasses.replace(_GPT_OSS_20B, **_SMALL),
+    "gpt-oss-20b": _GPT_OSS_20B,
     "gpt-oss-120b": _gpt_oss(gpt_oss.PUBLISHED["gpt-oss-120b"]),
     "qwen3-30b-a3b": _qwen3(qwen3_moe.PUBLISHED["qwen3-30b-a3b"]),
-    "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
+    "deepseek-v3": _deepseek(deepseek_v3.PUBLISHED["deepseek-v3"]),
 }
 
 ROUTINGS = {

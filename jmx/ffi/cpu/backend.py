@@ -30,7 +30,7 @@ from jmx.routing import Routing
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.requirements import Limits, indivisible
+from jmx.selection.requirements import LimitedBackend, Limits, indivisible
 from jmx.util.typing import Array, Float, Float32, Int32, Num, Shaped
 
 BEST = "best"
@@ -38,13 +38,6 @@ BEST = "best"
 # Weights of 4 bits, those that `src/handler.cc` knows. Weights of 8 bits have twice the bytes and would need other
 # kernels; `xla` runs them.
 FORMATS = (formats.MXFP4.name, formats.NVFP4.name, *formats.with_float_scales(jnp.int4))
-
-LIMITS = Limits(
-    platform="cpu",
-    formats=FORMATS,
-    input_formats=(None, input_formats.INT8_TOKEN.name),
-    layout="packed",
-)
 
 _TILE_COLUMNS = 4  # `kTileColumns` of product.h
 
@@ -54,8 +47,25 @@ _BLOCK_M = 256
 _FEW = 4
 
 
+def _integers(format: str) -> bool:
+    return formats.FORMATS[format].element_dtype == jnp.int4
+
+
+def _integer_inputs(problem: Problem) -> Rejection | None:
+    if problem.input_format is None or _integers(problem.format):
+        return None
+    detail = f"inputs are {problem.input_format!r} and weights {problem.format!r}, whose elements are not integers"
+    return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
+
+
+def _sizes(problem: Problem) -> Rejection | None:
+    halves = 1 if problem.gate_up_order is None else 2
+    rows = {"hidden_size": problem.hidden_size, "rows of gate_up": halves * problem.intermediate_size}
+    return indivisible(rows, _TILE_COLUMNS, "rows of a weight that are read together")
+
+
 @dataclass(frozen=True)
-class Cpu:
+class Cpu(LimitedBackend):
     """The backend for CPUs.
 
     Args:
@@ -64,16 +74,18 @@ class Cpu:
 
     instructions: str = BEST
 
-    @property
-    def name(self) -> str:
-        return "cpu"
-
-    @property
-    def summary(self) -> str:
-        return "C++ kernels: 4-bit weights decoded in vector registers"
+    name = "cpu"
+    summary = "C++ kernels: 4-bit weights decoded in vector registers"
+    limits = Limits(
+        platform="cpu",
+        formats=FORMATS,
+        input_formats=(None, input_formats.INT8_TOKEN.name),
+        layout="packed",
+        checks=(_integer_inputs, _sizes),
+    )
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        return LIMITS.rejection(problem, environment, _integer_inputs, _sizes, self._library)
+        return self.limits.rejection(problem, environment, self._library)
 
     def _library(self, problem: Problem) -> Rejection | None:
         del problem
@@ -172,20 +184,3 @@ def _ordered(rows: _Rows, order: Int32[Array, "E K"], blocks: Blocks, num_rows: 
 def _or_empty(array: Shaped[Array, "..."] | None, dtype: jax.typing.DTypeLike) -> Shaped[Array, "..."]:
     """An optional argument of a kernel: an empty array where there is none."""
     return jnp.zeros(0, dtype) if array is None else array
-
-
-def _integer_inputs(problem: Problem) -> Rejection | None:
-    if problem.input_format is None or _integers(problem.format):
-        return None
-    detail = f"inputs are {problem.input_format!r} and weights {problem.format!r}, whose elements are not integers"
-    return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
-
-
-def _sizes(problem: Problem) -> Rejection | None:
-    halves = 1 if problem.gate_up_order is None else 2
-    rows = {"hidden_size": problem.hidden_size, "rows of gate_up": halves * problem.intermediate_size}
-    return indivisible(rows, _TILE_COLUMNS, "rows of a weight that are read together")
-
-
-def _integers(format: str) -> bool:
-    return formats.FORMATS[format].element_dtype == jnp.int4

@@ -88,7 +88,9 @@ def find() -> Toolchain | list[Missing]:
         if folder is None:
             missing.append(Missing(f"the header {name}", f"pip install {_PACKAGES[name]}, or {_EXTRA}"))
     if not FOLDER.is_dir():
-        missing.append(Missing(f"jmx's own sources at {FOLDER}", "reinstall jmx: pip install --force-reinstall jmx"))
+        missing.append(
+            Missing(f"jmx's own sources at {FOLDER}", "reinstall jmx: pip install --force-reinstall jmx-moe")
+        )
     if missing or nvcc is None or host is None or isinstance(flashinfer, Missing):
         return missing
     folder, files = flashinfer

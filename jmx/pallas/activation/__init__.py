@@ -1,1 +1,1 @@
-"""The derivative of the activation between both products, as a kernel of its own."""
+"""The activation between both products in kernels: its functions, its arguments' columns, and its derivative."""

@@ -14,7 +14,7 @@ from jax import lax
 from jmx.activations import Activation
 from jmx.pallas import defined
 from jmx.pallas.activation.columns import Order, columns, join, split
-from jmx.pallas.activations import in_kernel
+from jmx.pallas.activation.functions import in_kernel
 from jmx.util.typing import Array, Bool, Float, Float32
 
 ROWS, COLUMNS = 4, 128  # of a tile: the fastest of nine on a Hopper GPU

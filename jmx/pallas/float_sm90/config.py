@@ -16,7 +16,7 @@ from jmx.pallas.sm90.tiles import TILE
 ITEM_BYTES = 2  # of an element of operands
 _BARRIER_BYTES = 2048  # an upper bound for barriers and alignment
 _MAX_STAGES = 8
-ROW_BYTES = 128  # of a row of a buffer of results
+ROW_BYTES = 128  # of a row of a tile in shared memory, which is swizzled
 BUFFERS = 2  # of results, of each warpgroup: one is written while the other is copied
 _MANY_ROWS = 128  # of a group on average, from which blocks are fitted; measured: faster at 128, slower at 64
 

@@ -21,9 +21,8 @@ from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32, Int32
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-_ROW_BYTES = 2 * TILE  # of a row of a swizzled tile
 _CHUNK = 16  # bytes of a store
-_CHUNKS = _ROW_BYTES // _CHUNK
+_CHUNKS = ROW_BYTES // _CHUNK
 Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Scalar = Int32[Array, ""]
 
@@ -155,7 +154,7 @@ def keep_rows(buffers: Sequence[Ref], start: Scalar, end: Scalar) -> None:
 
     @operation(arg_types=([plgpu.RefType(SWIZZLED)] * len(buffers), SCALAR, SCALAR))
     def body(_: Any, buffers: list[ir.Value], start: Fragment, end: Fragment) -> None:
-        at_once = THREADS * _CHUNK // _ROW_BYTES  # rows that a warpgroup writes at a time
+        at_once = THREADS * _CHUNK // ROW_BYTES  # rows that a warpgroup writes at a time
         thread = mlir.thread_index()
         row, chunk = arith.divui(thread, constant(_CHUNKS)), arith.remui(thread, constant(_CHUNKS))
         for first in range(0, TILE, at_once):
@@ -169,7 +168,7 @@ def keep_rows(buffers: Sequence[Ref], start: Scalar, end: Scalar) -> None:
                 (eight_stride, tile_stride, *_), _ = ir.MemRefType(buffer.type).get_strides_and_offset()
                 base = llvm.ptrtoint(mlir.i32(), utils.memref_ptr(buffer))
                 base = arith.addi(base, _times(arith.divui(here, constant(8)), 2 * eight_stride))
-                in_eight = arith.addi(_times(arith.remui(here, constant(8)), _ROW_BYTES), _times(chunk, _CHUNK))
+                in_eight = arith.addi(_times(arith.remui(here, constant(8)), ROW_BYTES), _times(chunk, _CHUNK))
                 for tile in range(tiles):
                     text = f"@$2 st.shared.v4.b32 [$0 + {2 * tile * tile_stride}], {{$1, $1, $1, $1}};"
                     address = arith.addi(base, in_eight)
@@ -203,7 +202,7 @@ def transpose(buffer: Ref, sums: Float32[Array, "m n"], column: int, row: int, c
         second = arith.divui(lane, constant(16))
         chunk = arith.addi(_times(arith.divui(thread, constant(32)), 2), upper)
         chunk = arith.xori(chunk, inside)
-        at = arith.addi(_times(arith.addi(_times(second, 8), inside), _ROW_BYTES), _times(chunk, _CHUNK))
+        at = arith.addi(_times(arith.addi(_times(second, 8), inside), ROW_BYTES), _times(chunk, _CHUNK))
         at = arith.addi(base, at)
         for eight in range(0, count // 8, 2):
             two = held[eight : eight + 2]
@@ -216,7 +215,7 @@ def transpose(buffer: Ref, sums: Float32[Array, "m n"], column: int, row: int, c
             joined = ", ".join(names)
             text = (
                 f"{{ .reg .b32 {joined}; {packed} stmatrix.sync.aligned.m8n8.x{len(names)}.trans.shared.b16 "
-                f"[$0 + {eight * 8 * _ROW_BYTES}], {{{joined}}}; }}"
+                f"[$0 + {eight * 8 * ROW_BYTES}], {{{joined}}}; }}"
             )
             utils.inline_ptx(text, at, *halves, has_side_effects=True)
 

@@ -10,7 +10,10 @@
     dequantize, elements  how words become bfloat16
     layout        the order of weights in memory
     config        tunable sizes, and the heuristic
-    act_order     a kernel that gathers rows with a column order
+    rows, act_order   rows of tokens; in a column order, by a kernel that gathers them
+    round_rows, rounded_inputs, rounded_tiles, fused_rounding   inputs that are rounded: by a kernel, or as h is written
+    alone, added      one of both products by itself; with a product of few columns in its sums
+    backward, transposed, weight_gradients   gradients: their products, by transposed weights, and those of weights
 
 The pipeline, with all waits for stages and their releases, is in `jmx.pallas.sm90.pipeline`.
 """

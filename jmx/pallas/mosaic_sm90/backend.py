@@ -25,7 +25,7 @@ from jmx.grouping import Blocks, Work
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas import own_rows
-from jmx.pallas.activations import in_kernel
+from jmx.pallas.activation.functions import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic, with_whole_stages
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows

@@ -20,7 +20,7 @@ from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.tensor_scales import scale_of_rows
-from jmx.pallas.activations import in_kernel
+from jmx.pallas.activation.functions import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes

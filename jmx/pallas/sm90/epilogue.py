@@ -142,9 +142,8 @@ def store(
             output = arith.addi(row, mlir.constant(8 * second))
             inside = mlir.less(output, mlir.constant(num_outputs))
             address = mlir.address_of(out, arith.addi(line, mlir.wide(output)), element)
-            left = arith.select(
-                inside, arith.subi(count, column), mlir.constant(0)
-            )  # of the columns from the thread's first on
+            # Of the columns from the thread's first on.
+            left = arith.select(inside, arith.subi(count, column), mlir.constant(0))
             for eight, two in enumerate(array.registers.flat):
                 for i in range(2):
                     there = arith.cmpi(arith.CmpIPredicate.slt, mlir.constant(8 * eight + i), left)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jmx.pallas.activations import in_kernel
+from jmx.pallas.activation.functions import in_kernel
 from jmx.pallas.triton.mainloop import Mainloop
 from jmx.pallas.triton.product import Operands, Product
 from jmx.pallas.triton.tile import HALF_ROWS, TileRows, WorkItem, result_column
