@@ -56,8 +56,9 @@ class Split:
     def __post_init__(self) -> None:
         for field in LOGICAL_AXES:
             given = getattr(self, field)
-            for name in given if isinstance(given, tuple) else (given,):
-                check_instance(field, name, str | None, "the name of a mesh axis, a tuple of those, or None")
+            names, known = (given, str) if isinstance(given, tuple) else ((given,), str | None)
+            for name in names:
+                check_instance(field, name, known, "the name of a mesh axis, a tuple of those, or None")
             names = self.names(field)
             if len({*names}) < len(names):
                 raise ValueError(f"`{field}` (={given!r}) must not name a mesh axis twice")
