@@ -1,6 +1,6 @@
 """The experts of one layer: their arrays, checks, creation, conversion between layouts, and sharding."""
 
-from jmx.experts.arrays import Axes, MeshAxes, check_axes, partition_names
+from jmx.experts.arrays import Axes, MeshAxes, check_axes, check_mesh_axes, partition_names
 from jmx.experts.creation import ORDERS, check_sizes
 from jmx.experts.experts import OTHER_ARRAYS, ROLES, Experts
 from jmx.experts.sharded import ShardedExperts
@@ -14,6 +14,7 @@ __all__ = [
     "MeshAxes",
     "ShardedExperts",
     "check_axes",
+    "check_mesh_axes",
     "check_sizes",
     "partition_names",
 ]

@@ -176,7 +176,8 @@ def _check_not_shared(layers: Sequence[Any]) -> None:
         for name, array in by_slot(_placed(layer).experts).items():
             other = first.setdefault(id(array), i)
             if other != i:
-                raise ValueError(f"`donate` must be False where `layers[{i}]` has the array {name!r} of layers[{other}]")
+                has = f"`layers[{i}]` has the array {name!r} of layers[{other}]"
+                raise ValueError(f"`donate` must be False where {has}")
 
 
 def _check_timeout(timeout_s: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jmx.experts import MeshAxes
+from jmx.experts import MeshAxes, check_mesh_axes
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES
 from jmx.util.checks import check_finite, check_instance, check_int, check_one_of
@@ -56,9 +56,7 @@ class Split:
     def __post_init__(self) -> None:
         for field in LOGICAL_AXES:
             given = getattr(self, field)
-            names, known = (given, str) if isinstance(given, tuple) else ((given,), str | None)
-            for name in names:
-                check_instance(field, name, known, "the name of a mesh axis, a tuple of those, or None")
+            check_mesh_axes(field, given)
             names = self.names(field)
             if len({*names}) < len(names):
                 raise ValueError(f"`{field}` (={given!r}) must not name a mesh axis twice")
