@@ -11,7 +11,6 @@
 #include "calls.h"
 #include "lines.h"
 #include "region.h"
-#include "terms.h"
 #include "units.h"
 
 namespace {
@@ -169,16 +168,3 @@ REDUCE(f16, 16, uint4, Float16)
 REDUCE(f16, 2, unsigned short, Float16)
 REDUCE(f32, 16, uint4, Float32)
 REDUCE(f32, 4, unsigned int, Float32)
-
-#define TERMS(NAME, ...)                                                                                \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
-  reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,             \
-                const __grid_constant__ Terms terms) {                                                  \
-    __VA_ARGS__(ranks, arrays, terms);                                                                  \
-  }
-TERMS(bf16_terms, ReduceTerms<true, BFloat16>)
-TERMS(f16_terms, ReduceTerms<true, Float16>)
-TERMS(f32_terms, ReduceTerms<true, Float32>)
-TERMS(bf16_terms_arrays, ReduceTerms<false, BFloat16>)
-TERMS(f16_terms_arrays, ReduceTerms<false, Float16>)
-TERMS(f32_terms_arrays, ReduceTerms<false, Float32>)

@@ -43,7 +43,11 @@ class Resources {
     return *resources;
   }
 
-  Kernels kernels, needed;  // of kernels.cu; of needed.cu, which few programs call
+  // The kernels of a source, such as "kernels.cu".
+  Kernels& KernelsOf(const std::string& source) {
+    std::lock_guard lock(mutex_);
+    return kernels_[source];
+  }
 
   // The regions of ranks, by rank, of calls of one kind. They are made when the first of these GPUs asks.
   const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals, size_t slot_bytes) {
@@ -66,6 +70,7 @@ class Resources {
 
  private:
   std::mutex mutex_;
+  std::map<std::string, Kernels> kernels_;
   std::map<std::tuple<std::string, std::vector<int>, size_t>, std::vector<Address>> regions_;
 };
 
