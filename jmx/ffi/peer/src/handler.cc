@@ -1,4 +1,5 @@
-// The XLA FFI handlers that launch the kernels of kernels.cu, and the images of all. Functions throw std::string, the reason of a failure.
+// The XLA FFI handlers that launch the kernels of kernels.cu, and the images of all. Functions throw std::string, the
+// reason of a failure.
 #include <algorithm>
 #include <cstdint>
 #include <string>

@@ -49,9 +49,9 @@ struct Call {
   Arrays arrays{};
   Ranks ranks{};
 
-  // The regions of all ranks, of which each rank's arrays have so many bytes. There is one for each kind and size of calls,
-  // made when the first rank asks: each CTA counts its calls, so all calls on a region have as many CTAs, and they write
-  // the same lines.
+  // The regions of all ranks, of which each rank's arrays have so many bytes. There is one for each kind and size of
+  // calls, made when the first rank asks: each CTA counts its calls, so all calls on a region have as many CTAs, and
+  // they write the same lines.
   void GiveRegions(const Group& group, size_t slot_bytes) {
     ranks.rank = group.rank;
     ranks.num_ranks = group.size();
@@ -67,7 +67,8 @@ struct Call {
   template <typename... Own>
   void Launch(Stream stream, int ordinal, Own&... own) {
     void* parameters[] = {&ranks, &arrays, &own...};
-    Check(driver().launch(Find(ordinal), blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr), "cuLaunchKernel");
+    Check(driver().launch(Find(ordinal), blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+          "cuLaunchKernel");
   }
 };
 

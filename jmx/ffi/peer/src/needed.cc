@@ -40,9 +40,9 @@ struct Sizes {
   }
 };
 
-// Arguments: rows (T, m), the first t of which are sent; the tokens' routing, (T, E) float32 logits, or (T, k) int32 ids
-// and their (T, k) weights; (R,) int32, the first expert of each rank. Results: these of all ranks, (R t, m) and so on, and
-// (R T,) uint32, the ranks that need each token.
+// Arguments: rows (T, m), the first t of which are sent; the tokens' routing, (T, E) float32 logits, or (T, k) int32
+// ids and their (T, k) weights; (R,) int32, the first expert of each rank. Results: these of all ranks, (R t, m) and so
+// on, and (R T,) uint32, the ranks that need each token.
 NeededCall GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArgs args,
                     ffi::RemainingRets results) {
   const size_t count = args.size() - 1;  // of arrays that this rank has
@@ -69,7 +69,8 @@ NeededCall GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::Remain
     const Sizes its(*args.get<ffi::AnyBuffer>(i));
     Rule(its.rows == of_routing.rows && its.row_bytes % 4 == 0, "wrong sizes of the routing");
   }
-  Rule(of_rows.rows == of_routing.rows && of_rows.row_bytes % kUnit == 0 && call.arrays.bytes[0] % of_rows.row_bytes == 0,
+  Rule(of_rows.rows == of_routing.rows && of_rows.row_bytes % kUnit == 0 &&
+           call.arrays.bytes[0] % of_rows.row_bytes == 0,
        "wrong sizes of rows");
   const size_t size = group.size();
   Rule(firsts->element_type() == ffi::S32 && firsts->element_count() == size, "wrong first experts");
@@ -98,7 +99,9 @@ NeededCall ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::Remaining
   auto out = results.get<ffi::AnyBuffer>(0), written = results.get<ffi::AnyBuffer>(1);
   Rule(in.has_value() && ranks.has_value() && out.has_value() && written.has_value(), "arrays are missing");
   const Sizes its(**out);
-  Rule(in->size_bytes() == (*written)->size_bytes() && in->size_bytes() == (*out)->size_bytes() * group.size() && its.row_bytes % kUnit == 0, "wrong sizes of rows");
+  Rule(in->size_bytes() == (*written)->size_bytes() && in->size_bytes() == (*out)->size_bytes() * group.size() &&
+           its.row_bytes % kUnit == 0,
+       "wrong sizes of rows");
   const size_t tokens = ranks->element_count() / group.size();
   Rule(ranks->element_type() == ffi::U32 && tokens >= static_cast<size_t>(its.rows), "wrong ranks of tokens");
   NeededCall call{{"needed.cu"}};

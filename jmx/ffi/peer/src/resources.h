@@ -50,7 +50,8 @@ class Resources {
   }
 
   // The regions of ranks, by rank, of calls of one kind. They are made when the first of these GPUs asks.
-  const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals, size_t slot_bytes) {
+  const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals,
+                                          size_t slot_bytes) {
     std::lock_guard lock(mutex_);
     auto& regions = regions_[{kind, ordinals, slot_bytes}];
     if (!regions.empty()) return regions;

@@ -22,8 +22,8 @@ struct SumCall : Call {
 };
 
 // Arguments: rows (P, R, W) float32; (n T, k) int32, the row of each slot of all ranks' tokens; (n T, k) float32, their
-// weights; and perhaps (n T,) uint32, the ranks that have a token's experts. Results: (T, H), H <= W; and, where sums go
-// from array to array, memory (n T, H), into which all ranks write theirs.
+// weights; and perhaps (n T,) uint32, the ranks that have a token's experts. Results: (T, H), H <= W; and, where sums
+// go from array to array, memory (n T, H), into which all ranks write theirs.
 SumCall CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::RemainingRets results) {
   const Way how = static_cast<Way>(way);
   Rule(how == Way::kSlot || how == Way::kArrays, "wrong way");

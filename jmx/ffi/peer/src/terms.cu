@@ -1,5 +1,5 @@
-// The kernels that sum a token's rows, each of which an expert of this rank has computed, as they send them to the token's
-// rank. jmx/ffi/peer/library.py compiles them where a program calls one.
+// The kernels that sum a token's rows, each of which an expert of this rank has computed, as they send them to the
+// token's rank. jmx/ffi/peer/library.py compiles them where a program calls one.
 #include "calls.h"
 #include "region.h"
 #include "terms_of.h"
@@ -15,7 +15,8 @@ constexpr int kMany = 4;   // units of a thread, above which links are busy for 
 // A unit of a token's sum, in float32 and in the order of its slots, rounded once.
 template <typename Element>
 __device__ uint4 SumOf(const Terms& terms, u32 token, u32 unit) {
-  constexpr int kElements = sizeof(uint4) / sizeof(Element), kEach = sizeof(uint4) / sizeof(float), kLoads = kElements / kEach;
+  constexpr int kElements = sizeof(uint4) / sizeof(Element), kEach = sizeof(uint4) / sizeof(float),
+                kLoads = kElements / kEach;
   using Floats = Lanes<uint4, Float32>;
   float sum[kElements] = {};
   for (int first = 0; first < terms.slots; first += kTerms) {
