@@ -79,8 +79,8 @@ def register_handlers(targets: Collection[str]) -> None:
     for library in (cpu_library, cutlass_library, one_token_library, peer_library):
         if any(name in targets for name in library.TARGETS):
             library.library()
-    if any(name in targets for name in peer_library.NEEDED):
-        peer_library.compile_needed()
+    for target in targets:
+        peer_library.compile_for(target)
 
 
 def resolve_layout(

@@ -1,10 +1,11 @@
-// jmx/ffi/peer/src/kernels.cu on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to
+// The kernels of jmx/ffi/peer/src on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to
 // array, of rows that are needed, and of rows that are a token's terms, and each result is checked. Memory of results
 // begins as NaN.
 //
 //     check_kernels RANKS CALLS
 #include "kernels.cu"
 #include "needed.cu"
+#include "terms.cu"
 
 #include <algorithm>
 #include <random>
@@ -194,40 +195,43 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
   }
 }
 
-// Sums of terms, some of which no rank has, of the last tokens of each rank, of which there are `each`. `needed`: ranks
-// without a term of a token have no bit, perhaps.
+// Sums of terms, some of which no rank has, of `tokens` a rank. `needed`: ranks without a term of a token have no bit,
+// perhaps.
 template <typename Element>
-void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int each) {
+void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int tokens) {
   constexpr int width = 24;  // of a row: whole units of both types
-  const int tokens = each + 4, all = num_ranks * each, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
+  const int all = num_ranks * tokens, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
   const unsigned bytes = width * sizeof(Element);
   const std::size_t count = 9;  // of terms
   Floats rows = Drawn(num_ranks, parts * count * stride), weights = Drawn(num_ranks, all * slots);
-  Floats total = Empty(num_ranks, each * width), written = Empty(num_ranks, all * width);
+  Floats total = Empty(num_ranks, tokens * width), written = Empty(num_ranks, all * width);
   OfRanks<int> row_of(num_ranks, std::vector<int>(all * slots));
-  std::vector<unsigned> bits(num_ranks * tokens);
+  std::vector<unsigned> bits(all);
   for (int i = 0; i < all * slots; ++i) {
     const int mine = static_cast<int>(random_bits() % (num_ranks + 1)), token = i / slots;
-    for (int rank = 0; rank < num_ranks; ++rank) row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
-    unsigned& its = bits[token / each * tokens + tokens - each + token % each];
+    for (int rank = 0; rank < num_ranks; ++rank)
+      row_of[rank][i] = rank == mine ? static_cast<int>(random_bits() % count) : -1;
+    unsigned& its = bits[token];
     if (mine < num_ranks) its |= 1u << mine;
     if (i % 5 == 0) its |= 1;
   }
   Run(num_ranks, [&](int rank) {
-    Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {static_cast<unsigned long long>(each) * bytes}, 1, false};
-    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() + tokens - each : nullptr,
-                      count * stride * 4, stride * 4u, static_cast<unsigned>(tokens), static_cast<unsigned>(each), bytes / 16, parts, slots};
+    Arrays arrays{{}, {Bytes(total, rank), way == Way::kArrays ? Bytes(written, rank) : nullptr}, {}, 1, false};
+    arrays.bytes[0] = static_cast<unsigned long long>(tokens) * bytes;
+    const auto each = static_cast<unsigned>(tokens);
+    const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() : nullptr,
+                      count * stride * 4, stride * 4u, each, bytes / 16, parts, slots};
     constexpr bool kFloats = sizeof(Element) == 4;
     if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
     (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
   });
   for (int rank = 0; rank < num_ranks; ++rank)
-    for (int i = 0; i < each * width; ++i) {
+    for (int i = 0; i < tokens * width; ++i) {
       float sum = 0;
       for (int other = 0; other < num_ranks; ++other) {
         float of_rank = 0;
         for (int slot = 0; slot < slots; ++slot) {
-          const int at = (rank * each + i / width) * slots + slot, row = row_of[other][at];
+          const int at = (rank * tokens + i / width) * slots + slot, row = row_of[other][at];
           if (row < 0) continue;
           float term = Of(rows, other)[row * stride + i % width];
           if (parts == 2) term += Of(rows, other)[(count + row) * stride + i % width];

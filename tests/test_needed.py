@@ -134,18 +134,19 @@ def test_which_routing_tells_the_ranks() -> None:
 
 def test_the_kernels_are_compiled_once_for_programs_that_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that another process has compiled is not lowered here."""
-    given: list[bytes] = []
-    loaded: Any = SimpleNamespace(jmx_peer_set_needed_image=lambda image, size: given.append(image.value[: size.value]))
+    given: list[tuple[bytes, bytes]] = []
+    loaded: Any = SimpleNamespace(jmx_peer_set_image=lambda *its: given.append((its[0], its[1].value[: its[2].value])))
     monkeypatch.setattr(library, "library", lambda: library.Library(loaded=loaded))
     monkeypatch.setattr(nvrtc, "architecture", lambda: "sm_90")
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda folder, headers, arch, source: f"{arch} {source}".encode())
-    library.compile_needed.cache_clear()
+    library._compile_once.cache_clear()
     register_handlers([library.GATHER])
     assert not given
     register_handlers([library.GATHER_NEEDED, library.SCATTER_NEEDED])
     register_handlers([library.SCATTER_NEEDED])
-    assert given == [b"sm_90 needed.cu"]
-    library.compile_needed.cache_clear()
+    register_handlers([library.SCATTER_TERMS])
+    assert given == [(b"needed.cu", b"sm_90 needed.cu"), (b"terms.cu", b"sm_90 terms.cu")]
+    library._compile_once.cache_clear()
 
 
 def layer(x: Any, logits: Any, experts: Any, split: jmx.Split | None = None) -> jax.Array:

@@ -91,9 +91,14 @@ def test_the_kernels_compile_for_hopper() -> None:
     for name in (*lines, *arrays, "gather_16"):
         assert name.encode() in image
     assert b"needed" not in image
+    assert b"terms" not in image
     image = nvrtc.compile_kernels(library.FOLDER / "src", library.HEADERS, "sm_90", "needed.cu")
     for name in ("gather", "reduce_bf16", "reduce_f16", "reduce_f32"):
         assert f"{name}_needed".encode() in image
+    image = nvrtc.compile_kernels(library.FOLDER / "src", library.HEADERS, "sm_90", "terms.cu")
+    for name in ("reduce_bf16", "reduce_f16", "reduce_f32"):
+        assert f"{name}_terms".encode() in image
+        assert f"{name}_terms_arrays".encode() in image
 
 
 def _call(x: Any, logits: Any, experts: Any, exchange: str) -> jax.Array:

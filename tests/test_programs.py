@@ -187,7 +187,7 @@ def test_a_library_is_loaded_for_its_own_targets_only(name: str, monkeypatch: py
     loaded: list[str] = []
     for its, module in modules.items():
         monkeypatch.setattr(module, "library", partial(loaded.append, its))
-    monkeypatch.setattr(modules["peer"], "compile_needed", lambda: None)  # which tests/test_needed.py has
+    monkeypatch.setattr(modules["peer"], "compile_for", lambda target: None)  # which tests/test_needed.py has
     backends.register_handlers({"another"})
     assert not loaded
     for target in modules[name].TARGETS:

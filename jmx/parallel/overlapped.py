@@ -21,7 +21,7 @@ from jmx.parallel.gather import gathered
 from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded
 from jmx.routing import Routing
-from jmx.util.primals import Perturbed, values_of
+from jmx.util.primals import backward, forward_of
 from jmx.util.typing import Array, Float, Int32, Shaped
 
 
@@ -91,31 +91,19 @@ def _sum(parts: Float[Array, "nt H"], num_ranks: int) -> Float[Array, "t H"]:
     return total.astype(parts.dtype)
 
 
-def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any, firsts: Any) -> tuple[Float[Array, "T H"], Any]:
-    perturbed = Perturbed.of(arrays)
-    del firsts
-    x, routing, arrays = values_of((x, routing, arrays))
-    wanted, rest = perturbed.split(arrays)
-
-    def send(x: Float[Array, "t H"], routing: Any) -> tuple[Float[Array, "nt H"], Any]:
-        return gathered(Coded(call.wire, collectives.all_gather), call.axes, x, routing)
-
-    def results(x: Any, weights: Any, wanted: Any) -> Float[Array, "T H"]:
-        compute = partial(local, perturbed.joined(wanted, rest))
-        give_back = partial(scattered, call.axes, False)
-        return in_chunks(call.chunks, send, compute, give_back, x, routing._replace(weights=weights))
-
-    y, transpose = jax.vjp(results, x, routing.weights, wanted)
-    return y, (transpose, perturbed, len(rest))
+def _in_steps(call: Call, local: Local, x: Any, routing: Routing, arrays: Any, _: Any) -> Float[Array, "T H"]:
+    """`overlapped`, differentiable."""
+    send = partial(gathered, Coded(call.wire, collectives.all_gather), call.axes)
+    return in_chunks(call.chunks, send, partial(local, arrays), partial(scattered, call.axes, False), x, routing)
 
 
-def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
+def _fwd(call: Call, local: Local, *primals: Any) -> tuple[Float[Array, "T H"], Any]:
+    return forward_of(partial(_in_steps, call, local), primals)
+
+
+def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> Any:
     del call, local
-    transpose, perturbed, num_rest = residuals
-    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        return None, None, None, None
-    dx, dweights, dwanted = transpose(dy)
-    return dx, Routing(None, dweights), perturbed.joined(dwanted, [None] * num_rest), None
+    return backward(residuals, dy)
 
 
 overlapped.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 
 from jmx import meshes
 from jmx.backends import registered_backends
@@ -24,7 +23,7 @@ from jmx.selection.backend import GivesTerms
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.select import select
-from jmx.util.primals import Perturbed, values_of
+from jmx.util.primals import backward, forward_of
 from jmx.util.typing import Array, Float, Int32, UInt32
 
 
@@ -95,7 +94,7 @@ def _sent(
     return *gathered(Coded(call.wire, collectives.all_gather), call.axes, x, routing), None
 
 
-def _returned(call: Call, results: Any, ranks: UInt32[Array, " nS"] | None, dtype: Any) -> Float[Array, "T H"]:
+def _returned(call: Call, results: Any, ranks: UInt32[Array, " nT"] | None, dtype: Any) -> Float[Array, "T H"]:
     """This device's tokens' sums over all devices, of results (nT, H) or of `Terms`."""
     if isinstance(results, Terms):
         rows, row_of, weights = results
@@ -106,26 +105,13 @@ def _returned(call: Call, results: Any, ranks: UInt32[Array, " nS"] | None, dtyp
     return needed.scattered(call.axes, results, ranks)
 
 
-def _fwd(call: Call, local: Local, x: Any, routing: Any, arrays: Any, firsts: Any) -> tuple[Float[Array, "T H"], Any]:
-    perturbed = Perturbed.of((x, routing, arrays))
-    wanted, rest = perturbed.split(values_of((x, routing, arrays)))
-    firsts = values_of(firsts)
-
-    def results(wanted: Any) -> Float[Array, "T H"]:
-        x, routing, arrays = perturbed.joined(wanted, rest)
-        return _in_steps(call, local, x, routing, arrays, firsts)
-
-    y, transpose = jax.vjp(results, wanted)
-    return y, (transpose, perturbed, len(rest))
+def _fwd(call: Call, local: Local, *primals: Any) -> tuple[Float[Array, "T H"], Any]:
+    return forward_of(partial(_in_steps, call, local), primals)
 
 
-def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
+def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> Any:
     del call, local
-    transpose, perturbed, num_rest = residuals
-    if isinstance(dy, SymbolicZero):
-        return None, None, None, None
-    (dwanted,) = transpose(dy)
-    return *perturbed.joined(dwanted, [None] * num_rest), None
+    return backward(residuals, dy)
 
 
 summed.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -1,5 +1,9 @@
-"""Arguments of a forward rule of `jax.custom_vjp` with `symbolic_zeros`: their values, and which are differentiated."""
+"""Arguments of a forward rule of `jax.custom_vjp` with `symbolic_zeros`: their values, and which are differentiated.
 
+And such rules by the derivatives of another function, which computes the same.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,3 +51,20 @@ class Perturbed:
         """The pytree of both, the inverse of `split`; None among them is a leaf without a cotangent."""
         of_wanted, others = iter(wanted), iter(rest)
         return jax.tree.unflatten(self.tree, [next(of_wanted if flag else others) for flag in self.flags])
+
+
+def forward_of(function: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any, Any]:
+    """What a forward rule returns: the result of a function, of the rule's arguments, and what `backward` takes."""
+    perturbed = Perturbed.of(primals)
+    wanted, rest = perturbed.split(values_of(primals))
+    y, transpose = jax.vjp(lambda wanted: function(*perturbed.joined(wanted, rest)), wanted)
+    return y, (transpose, perturbed)
+
+
+def backward(residuals: Any, dy: Any) -> Any:
+    """What a backward rule returns: the gradients of all arguments, None for those that are not differentiated."""
+    transpose, perturbed = residuals
+    wanted, rest = ([None] * perturbed.flags.count(flag) for flag in (True, False))
+    if not isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        (wanted,) = transpose(dy)
+    return perturbed.joined(wanted, rest)

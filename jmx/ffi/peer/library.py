@@ -3,7 +3,7 @@
 import ctypes
 import functools
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -19,13 +19,14 @@ START = "jmx_peer_start"
 FINISH = "jmx_peer_finish"
 GATHER_NEEDED = "jmx_peer_gather_needed"
 SCATTER_NEEDED = "jmx_peer_scatter_needed"
-NEEDED = (GATHER_NEEDED, SCATTER_NEEDED)  # whose kernels are compiled by themselves
-TARGETS = (GATHER, SCATTER, SUM, SCATTER_TERMS, START, FINISH, *NEEDED)
+# The sources of kernels that are compiled only for programs that call them; others are in kernels.cu.
+SOURCES = {SCATTER_TERMS: "terms.cu", GATHER_NEEDED: "needed.cu", SCATTER_NEEDED: "needed.cu"}
+TARGETS = (GATHER, SCATTER, SUM, START, FINISH, *SOURCES)
 
 FOLDER = pathlib.Path(__file__).parent
 _PATH = FOLDER / "libjmx_peer.so"
-# Of kernels.cu and needed.cu.
-HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h", "terms_of.h", "terms.h")
+# Of all sources.
+HEADERS = ("region.h", "lines.h", "ptx.h", "calls.h", "units.h", "needed.h", "terms_of.h")
 
 
 class Library(NamedTuple):
@@ -48,11 +49,10 @@ def library() -> Library:
     except RuntimeError:
         return Library("this process has no GPU: it compiles for others")
     try:
-        results = {"jmx_peer_set_image": ctypes.c_int, "jmx_peer_set_needed_image": ctypes.c_int}
-        loaded = load(_PATH, {**results, "jmx_peer_fault": ctypes.c_char_p})
+        loaded = load(_PATH, {"jmx_peer_set_image": ctypes.c_int, "jmx_peer_fault": ctypes.c_char_p})
         if fault := loaded.jmx_peer_fault(ctypes.c_int(num_gpus)).decode():
             return Library(fault)
-        _compile("kernels.cu", loaded.jmx_peer_set_image)
+        _compile("kernels.cu", loaded)
         register_handlers(loaded)
     except Exception as e:  # such as a library for a newer jax: another exchange runs
         fault = load_fault(_PATH.name, e)
@@ -61,27 +61,28 @@ def library() -> Library:
     return Library(loaded=loaded)
 
 
-@functools.cache
-def compile_needed() -> None:
-    """Compiles the kernels of rows that only some ranks need, once, where this process runs any of the library.
-
-    For programs that call them: they take 1.1 s.
+def compile_for(target: str) -> None:
+    """Compiles the kernels of a custom call, if others do not need them, where this process runs any of the library.
 
     Raises:
         RuntimeError: NVRTC does not compile them.
     """
+    if target in SOURCES:
+        _compile_once(SOURCES[target])
+
+
+@functools.cache
+def _compile_once(source: str) -> None:
     if (loaded := library().loaded) is not None:
-        _compile("needed.cu", loaded.jmx_peer_set_needed_image)
+        _compile(source, loaded)
 
 
-def _compile(source: str, set_image: Any) -> None:
+def _compile(source: str, loaded: ctypes.CDLL) -> None:
     image = nvrtc.compile_kernels(FOLDER / "src", HEADERS, nvrtc.architecture(), source)
-    set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
+    loaded.jmx_peer_set_image(source.encode(), ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
 
 
 def register_handlers(loaded: ctypes.CDLL) -> None:
     """Registers the handlers of a loaded library with XLA."""
-    register(
-        loaded, (GATHER, SCATTER, SUM, SCATTER_TERMS, START, GATHER_NEEDED, SCATTER_NEEDED), "gpu", initialized=True
-    )
+    register(loaded, tuple(target for target in TARGETS if target != FINISH), "gpu", initialized=True)
     register(loaded, (FINISH,), "gpu")  # for which everything is there since the start

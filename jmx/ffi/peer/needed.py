@@ -16,7 +16,7 @@ from jax.interpreters import batching, mlir
 
 from jmx.ffi.peer import collectives
 from jmx.ffi.peer.collectives import Names, devices_of, num_ranks, result_type
-from jmx.ffi.peer.library import GATHER_NEEDED, SCATTER_NEEDED, compile_needed
+from jmx.ffi.peer.library import GATHER_NEEDED, SCATTER_NEEDED, compile_for
 from jmx.util.typing import Array, Float, Int32, Shaped, UInt32
 
 UNIT_BYTES = 16  # of which a row is a multiple
@@ -131,7 +131,7 @@ def _gather_on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int, chosen
     devices = devices_of(ctx, axes)
     if devices is None:
         return _gather_lowered(ctx, *operands, axes=axes, num_ranks=num_ranks, chosen=chosen, rows=rows)
-    compile_needed()
+    compile_for(GATHER_NEEDED)
     rule = jax.ffi.ffi_lowering(GATHER_NEEDED, has_side_effect=True)
     of_experts = {"each": np.int64(chosen.each), "top_k": np.int64(chosen.top_k)}
     return rule(ctx, *operands, devices=devices, num_ranks=np.int64(num_ranks), **of_experts)
@@ -158,7 +158,7 @@ def _scatter_on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int) -> An
     devices = devices_of(ctx, axes)
     if devices is None:
         return _scatter_lowered(ctx, *operands, axes=axes, num_ranks=num_ranks)
-    compile_needed()
+    compile_for(SCATTER_NEEDED)
     rule = jax.ffi.ffi_lowering(SCATTER_NEEDED, has_side_effect=True)
     of_experts = {"each": np.int64(0), "top_k": np.int64(0)}
     return rule(ctx, *operands, devices=devices, num_ranks=np.int64(num_ranks), **of_experts)

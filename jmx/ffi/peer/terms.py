@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 from jmx import grouping
 from jmx.ffi.peer.collectives import Names, Way, devices_of, num_ranks, result_type, way_of
-from jmx.ffi.peer.library import SCATTER_TERMS
+from jmx.ffi.peer.library import SCATTER_TERMS, compile_for
 from jmx.util.typing import Array, Float, Float32, Int32, UInt32
 
 UNIT_BYTES = 16  # of which rows of results are a multiple, and those of terms
@@ -27,7 +27,7 @@ def reduce_scatter(
     rows: Float32[Array, "P R W"],
     row_of: Int32[Array, "nT k"],
     weights: Float32[Array, "nT k"],
-    ranks: UInt32[Array, " nS"] | None,
+    ranks: UInt32[Array, " nT"] | None,
     axes: Names,
     columns: int,
     dtype: Any,
@@ -38,8 +38,7 @@ def reduce_scatter(
         rows: their sum over P, in its first columns, are the terms.
         row_of: the row of each slot of all ranks' tokens; -1: none on this rank.
         weights: what the rows are multiplied with.
-        ranks: a bit for each rank that has a term of a token, or may have one; of S >= T tokens a rank, the last T of
-            which are these. None: all may.
+        ranks: a bit for each rank that has a term of a token, or may have one; None: all may.
         axes: mesh axes along which ranks are.
         columns, dtype: of the result, and of what a rank adds up.
     """
@@ -71,6 +70,7 @@ def _on_gpu(ctx: Any, *operands: Any, axes: Names, num_ranks: int, way: Way, **s
     devices = devices_of(ctx, axes)
     if devices is None:
         return _lowered(ctx, *operands, axes=axes, num_ranks=num_ranks, way=way, **static)
+    compile_for(SCATTER_TERMS)
     rule = jax.ffi.ffi_lowering(SCATTER_TERMS, has_side_effect=True)
     return rule(ctx, *operands, devices=devices, num_ranks=np.int64(num_ranks), way=np.int64(way))
 

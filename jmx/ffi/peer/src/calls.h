@@ -1,4 +1,5 @@
-// Calls of kernels that several GPUs run at once: their numbers, flags and arrays' addresses in the regions of all ranks.
+// Calls of kernels that several GPUs run at once: their numbers, flags and arrays' addresses in the regions of all
+// ranks.
 #pragma once
 
 #ifdef __CUDACC__
@@ -97,7 +98,8 @@ __device__ void SendAddresses(const Ranks& ranks, u32 call, const char* const* m
   if (other < ranks.num_ranks && other != ranks.rank && k < count) {
     SystemMemory memory;
     __threadfence_system();  // what earlier kernels wrote there comes before its address
-    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k), jmx::NumberLine(reinterpret_cast<u64>(mine[k]), call));
+    memory.Store(jmx::AddressLine(ranks, other, ranks.rank, blockIdx.x, k),
+                 jmx::NumberLine(reinterpret_cast<u64>(mine[k]), call));
   }
 }
 

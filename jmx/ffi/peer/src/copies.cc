@@ -1,6 +1,7 @@
-// The XLA FFI handlers by which copy engines send rows between the GPUs of one process, while their SMs compute: `start`
-// has each rank's rows copied into the others' results, on streams of its own, and `finish` makes XLA's stream wait for
-// all copies from and to a rank. XLA keeps the memory of both arrays between the two, as `finish` has them as operands.
+// The XLA FFI handlers by which copy engines send rows between the GPUs of one process, while their SMs compute:
+// `start` has each rank's rows copied into the others' results, on streams of its own, and `finish` makes XLA's stream
+// wait for all copies from and to a rank. XLA keeps the memory of both arrays between the two, as `finish` has them as
+// operands.
 //
 // Streams wait for each other by events, which have to be recorded before another thread waits for them. So the threads
 // of the ranks, one for each GPU, meet twice in `start`: to give each other the addresses of results, and events after
@@ -96,7 +97,7 @@ class Meetings {
 struct Resources {
   Meetings meetings;
   std::mutex mutex;
-  std::map<std::pair<int, int>, Stream> streams;                       // by the GPU that sends, and the one that receives
+  std::map<std::pair<int, int>, Stream> streams;  // by the GPU that sends, and the one that receives
   std::map<std::pair<int, Address>, std::vector<Event>> copies;        // that were started, by GPU and its results
 
   static Resources& Get() {
@@ -134,7 +135,8 @@ void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bo
     const Stream copies = resources.FindStream(ordinal, group.ordinals[other]);
     begun.events[0].Hold(copies);
     if (other != group.rank) ready[other].events[0].Hold(copies);
-    Check(driver().copy(ready[other].results + group.rank * bytes, from + other * step, bytes, copies), "cuMemcpyDtoDAsync");
+    Check(driver().copy(ready[other].results + group.rank * bytes, from + other * step, bytes, copies),
+          "cuMemcpyDtoDAsync");
     sent.events[other] = Event::Record(copies);
   }
   const std::vector<Post> done = resources.meetings.Meet(key, group, sent);
@@ -158,16 +160,16 @@ void FinishCopies(Stream stream, int ordinal, Address results) {
   for (const Event& event : events) event.Hold(stream);
 }
 
-ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool, int64_t, ffi::AnyBuffer,
-                      ffi::Result<ffi::AnyBuffer>) {
+ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool, int64_t,
+                      ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     for (int other : group.ordinals) Resources::Get().FindStream(ordinal, other);
   });
 }
 
-ffi::Error Start(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool parts, int64_t begin, ffi::AnyBuffer in,
-                 ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
+ffi::Error Start(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool parts, int64_t begin,
+                 ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     StartCopies(stream, ordinal, run.run_id, group, parts, begin, in, out);
@@ -192,9 +194,11 @@ auto BindStart(Binding&& binding) {
 }  // namespace jmx
 
 // None of them can be a part of a CUDA graph, which would not meet the other ranks.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_peer_start_initialize, jmx::Initialize, jmx::BindStart(jmx::ffi::Ffi::BindInitialize()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_peer_start, jmx::Start,
-                              jmx::BindStart(jmx::ffi::Ffi::Bind()).Ctx<jmx::ffi::PlatformStream<jmx::Stream>>().Ctx<jmx::ffi::RunId>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_peer_start_initialize, jmx::Initialize,
+                              jmx::BindStart(jmx::ffi::Ffi::BindInitialize()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmx_peer_start, jmx::Start,
+    jmx::BindStart(jmx::ffi::Ffi::Bind()).Ctx<jmx::ffi::PlatformStream<jmx::Stream>>().Ctx<jmx::ffi::RunId>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_peer_finish, jmx::Finish,
                               jmx::ffi::Ffi::Bind()
                                   .Ctx<jmx::ffi::DeviceOrdinal>()

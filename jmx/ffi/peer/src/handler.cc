@@ -1,8 +1,8 @@
-// The XLA FFI handlers that launch the kernels of kernels.cu. Functions throw std::string, the reason of a failure.
+// The XLA FFI handlers that launch the kernels of kernels.cu, and the images of all. Functions throw std::string, the
+// reason of a failure.
 #include <algorithm>
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include "gpus.h"
 #include "launching.h"
@@ -17,22 +17,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The arrays of a call, and the ranks that exchange them with this GPU.
-struct Call {
-  std::string function;
-  Arrays arrays{};
-  Ranks ranks{};
-  int num_blocks = 0;
-  size_t bytes = 0;  // of one rank
-};
-
-size_t RoundUp(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 enum class Kind { kGather, kScatter, kSum };  // one after the other; each rank's rows of a sum; the whole sum
 
 std::string FunctionName(Kind kind, ffi::DataType type, size_t unit, Way way) {
-  const auto [name, size] = type == ffi::BF16 ? std::pair("bf16", 2) : type == ffi::F16 ? std::pair("f16", 2) : std::pair("f32", 4);
-  const std::string what = kind == Kind::kGather ? "gather_" : std::string("reduce_") + name + "_";
+  const size_t size = type == ffi::F32 ? 4 : 2;
+  const std::string what = kind == Kind::kGather ? "gather_" : std::string("reduce_") + NameOf(type) + "_";
   if (way == Way::kLines) return what + "lines";
   if (kind != Kind::kGather && unit != 16) unit = size;
   return what + (way == Way::kArrays ? "arrays_" : "") + std::to_string(unit);
@@ -41,22 +30,21 @@ std::string FunctionName(Kind kind, ffi::DataType type, size_t unit, Way way) {
 // Throws where the arguments are not those of jmx/ffi/peer/collectives.py.
 Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
             ffi::RemainingArgs args, ffi::RemainingRets results) {
-  if (args.size() != results.size() || args.size() == 0 || args.size() > kMaxArrays || (kind != Kind::kGather && args.size() != 1))
-    throw std::string("wrong number of arrays");
+  const size_t most = kind == Kind::kGather ? kMaxArrays : 1;
+  Rule(args.size() == results.size() && args.size() > 0 && args.size() <= most, "wrong number of arrays");
   const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
 
-  Call call;
+  Call call{"kernels.cu"};
   size_t total = 0, unit = 16, lines = 0;
-  std::string sizes;
   ffi::DataType type = ffi::F32;
   for (size_t i = 0; i < args.size(); ++i) {
     auto in = args.get<ffi::AnyBuffer>(i);
     auto out = results.get<ffi::AnyBuffer>(i);
-    if (!in.has_value() || !out.has_value()) throw std::string("arrays are missing");
+    Rule(in.has_value() && out.has_value(), "arrays are missing");
     const size_t bytes = std::min(in->size_bytes(), (*out)->size_bytes());  // of one rank
     const size_t received = bytes * (kind == Kind::kGather ? num_ranks : 1);
     const size_t given = bytes * (kind == Kind::kScatter ? num_ranks : 1);
-    if (in->size_bytes() != given || (*out)->size_bytes() != received) throw std::string("wrong sizes");
+    Rule(in->size_bytes() == given && (*out)->size_bytes() == received, "wrong sizes");
     type = in->element_type();
     call.arrays.in[i] = static_cast<const char*>(in->untyped_data());
     call.arrays.out[i] = static_cast<char*>((*out)->untyped_data());
@@ -64,27 +52,20 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
     while (bytes % unit != 0) unit /= 2;
     total += bytes;
     lines += NumLines(bytes);
-    sizes += " " + std::to_string(bytes);
   }
-  if (kind != Kind::kGather && type != ffi::BF16 && type != ffi::F16 && type != ffi::F32) throw std::string("wrong type");
   call.arrays.count = static_cast<int>(args.size());
   call.arrays.whole = kind == Kind::kSum;
-  call.bytes = total;
   const Way how = static_cast<Way>(way);
-  if (how != Way::kSlot && how != Way::kLines && how != Way::kArrays) throw std::string("wrong way");
-  if (how == Way::kLines && (unit < kLineUnit || total > kMostLineData)) throw std::string("rows that cannot be lines");
+  Rule(how == Way::kSlot || how == Way::kLines || how == Way::kArrays, "wrong way");
+  Rule(how != Way::kLines || (unit >= kLineUnit && total <= kMostLineData), "rows that cannot be lines");
   call.function = FunctionName(kind, type, unit, how);
-  call.ranks.slot_bytes = how == Way::kArrays ? 0 : RoundUp(how == Way::kLines ? lines * kLineBytes : total, 128);
-  call.ranks.rank = group.rank;
-  call.ranks.num_ranks = static_cast<int>(num_ranks);
-  const size_t thread_bytes = how == Way::kLines ? kLineData : kThreadBytes;
-  call.num_blocks = static_cast<int>(std::clamp<size_t>(RoundUp(total, kThreads * thread_bytes) / (kThreads * thread_bytes), 1, kMaxBlocks));
-  // Each CTA counts its calls, so all calls on a region have as many CTAs; and they write the same lines.
-  const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks) + sizes;
-  const auto& regions = Resources::Get().FindRegions(key, group.ordinals, call.ranks.slot_bytes);
-  for (size_t rank = 0; rank < regions.size(); ++rank)
-    call.ranks.region[rank] = reinterpret_cast<char*>(regions[rank]);
+  call.blocks = BlocksOf(total, how == Way::kLines ? kLineData : kThreadBytes);
+  call.GiveRegions(group, how == Way::kArrays ? 0 : how == Way::kLines ? lines * kLineBytes : total);
   return call;
+}
+
+bool IsEmpty(const Call& call) {
+  return std::all_of(call.arrays.bytes, call.arrays.bytes + call.arrays.count, [](size_t bytes) { return bytes == 0; });
 }
 
 // Before any launch, and outside of a capture as a CUDA graph: memory is allocated, the kernel loaded.
@@ -92,8 +73,7 @@ template <Kind kind>
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t way,
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
-    const Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
-    Resources::Get().kernels.Find(ordinal, call.function);
+    CallOf(kind, ordinal, devices, num_ranks, way, args, results).Find(ordinal);
   });
 }
 
@@ -102,9 +82,7 @@ ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devi
                    ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
     Call call = CallOf(kind, ordinal, devices, num_ranks, way, args, results);
-    if (call.bytes == 0) return;
-    void* parameters[] = {&call.ranks, &call.arrays};
-    Launch(stream, Resources::Get().kernels.Find(ordinal, call.function), call.num_blocks, parameters);
+    if (!IsEmpty(call)) call.Launch(stream, ordinal);
   });
 }
 
@@ -117,14 +95,15 @@ auto BindCall(Binding&& binding) {
 }  // namespace
 }  // namespace jmx
 
-#define HANDLERS(NAME, KIND) JMX_LAUNCHING_HANDLERS(NAME, jmx::Initialize<jmx::Kind::KIND>, jmx::Execute<jmx::Kind::KIND>)
+#define HANDLERS(NAME, KIND) \
+  JMX_LAUNCHING_HANDLERS(NAME, jmx::Initialize<jmx::Kind::KIND>, jmx::Execute<jmx::Kind::KIND>)
 HANDLERS(jmx_peer_gather, kGather);
 HANDLERS(jmx_peer_scatter, kScatter);
 HANDLERS(jmx_peer_sum, kSum);
 
-// The compiled kernels.cu, for all calls. Returns 0.
-extern "C" int jmx_peer_set_image(const char* data, size_t size) {
-  jmx::Resources::Get().kernels.image.Set(data, size);
+// The compiled kernels of a source, for all calls. Returns 0.
+extern "C" int jmx_peer_set_image(const char* source, const char* data, size_t size) {
+  jmx::Resources::Get().KernelsOf(source).image.Set(data, size);
   return 0;
 }
 

@@ -11,7 +11,6 @@
 #include "calls.h"
 #include "lines.h"
 #include "region.h"
-#include "terms.h"
 #include "units.h"
 
 namespace {
@@ -96,12 +95,12 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   const Unit* given = reinterpret_cast<const Unit*>(arrays.in[0]);
   const Share share(units);
   const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
-  ForEachOfCta<Unit>(
-      (ranks.num_ranks - 1) * share.Size(),
-      [&](u32 nth) { return given[other_of(nth) * stride + share.begin + nth % share.Size()]; },
-      [&](u32 nth, const Unit& unit) {
-        reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other_of(nth), call, ranks.rank))[share.begin + nth % share.Size()] = unit;
-      });
+  ForEachOfCta<Unit>((ranks.num_ranks - 1) * share.Size(),
+                     [&](u32 nth) { return given[other_of(nth) * stride + share.begin + nth % share.Size()]; },
+                     [&](u32 nth, const Unit& unit) {
+                       reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other_of(nth), call,
+                                                           ranks.rank))[share.begin + nth % share.Size()] = unit;
+                     });
   Meet(ranks, call);
   if (const int rank = threadIdx.x; rank < ranks.num_ranks)
     in[rank] = reinterpret_cast<u64>(rank == ranks.rank ? reinterpret_cast<const char*>(given + rank * stride)
@@ -122,7 +121,8 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
   const u32 everyone = (1u << ranks.num_ranks) - 1;
   __shared__ u64 in[jmx::kMaxRanks];
   if (const int rank = threadIdx.x; rank < ranks.num_ranks)
-    in[rank] = (rank == ranks.rank ? reinterpret_cast<u64>(arrays.in[0]) : theirs[rank * jmx::kMaxArrays]) + first * sizeof(Unit);
+    in[rank] = (rank == ranks.rank ? reinterpret_cast<u64>(arrays.in[0]) : theirs[rank * jmx::kMaxArrays]) +
+               first * sizeof(Unit);
   AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
                             gridDim.x * u64{blockDim.x}, [&](u64) { return everyone; });
   Meet(ranks, call);
@@ -131,24 +131,27 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
 
 }  // namespace
 
-#define LINES(NAME, CALL)                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads) NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
-    const Call call = Begin(ranks);                                                                                           \
-    SystemMemory memory;                                                                                                      \
-    CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x});               \
-    End(ranks, call);                                                                                                         \
+#define LINES(NAME, CALL)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                                   \
+      NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {                        \
+    const Call call = Begin(ranks);                                                                             \
+    SystemMemory memory;                                                                                        \
+    CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x}); \
+    End(ranks, call);                                                                                           \
   }
 LINES(gather_lines, jmx::GatherLines)
 LINES(reduce_bf16_lines, jmx::ReduceLines<BFloat16>)
 LINES(reduce_f16_lines, jmx::ReduceLines<Float16>)
 LINES(reduce_f32_lines, jmx::ReduceLines<Float32>)
 
-#define GATHER(BYTES, UNIT)                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads) gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
-    Gather<UNIT>(ranks, arrays);                                                                                                     \
-  }                                                                                                                                  \
-  extern "C" __global__ void gather_arrays_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
-    GatherArrays<UNIT>(ranks, arrays);                                                                                               \
+#define GATHER(BYTES, UNIT)                                                                        \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                      \
+      gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) { \
+    Gather<UNIT>(ranks, arrays);                                                                   \
+  }                                                                                                \
+  extern "C" __global__ void gather_arrays_##BYTES(const __grid_constant__ Ranks ranks,            \
+                                                   const __grid_constant__ Arrays arrays) {        \
+    GatherArrays<UNIT>(ranks, arrays);                                                             \
   }
 GATHER(16, uint4)
 GATHER(8, uint2)
@@ -156,12 +159,14 @@ GATHER(4, unsigned int)
 GATHER(2, unsigned short)
 GATHER(1, unsigned char)
 
-#define REDUCE(NAME, SIZE, UNIT, ELEMENT)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads) reduce_##NAME##_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {           \
-    Reduce<UNIT, ELEMENT>(ranks, arrays);                                                                                                    \
-  }                                                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads) reduce_##NAME##_arrays_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {    \
-    ReduceArrays<UNIT, ELEMENT>(ranks, arrays);                                                                                              \
+#define REDUCE(NAME, SIZE, UNIT, ELEMENT)                                                                         \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                                     \
+      reduce_##NAME##_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {        \
+    Reduce<UNIT, ELEMENT>(ranks, arrays);                                                                         \
+  }                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                                     \
+      reduce_##NAME##_arrays_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) { \
+    ReduceArrays<UNIT, ELEMENT>(ranks, arrays);                                                                   \
   }
 REDUCE(bf16, 16, uint4, BFloat16)
 REDUCE(bf16, 2, unsigned short, BFloat16)
@@ -169,16 +174,3 @@ REDUCE(f16, 16, uint4, Float16)
 REDUCE(f16, 2, unsigned short, Float16)
 REDUCE(f32, 16, uint4, Float32)
 REDUCE(f32, 4, unsigned int, Float32)
-
-#define TERMS(NAME, ...)                                                                                \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
-  reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,             \
-                const __grid_constant__ Terms terms) {                                                  \
-    __VA_ARGS__(ranks, arrays, terms);                                                                  \
-  }
-TERMS(bf16_terms, ReduceTerms<true, BFloat16>)
-TERMS(f16_terms, ReduceTerms<true, Float16>)
-TERMS(f32_terms, ReduceTerms<true, Float32>)
-TERMS(bf16_terms_arrays, ReduceTerms<false, BFloat16>)
-TERMS(f16_terms_arrays, ReduceTerms<false, Float16>)
-TERMS(f32_terms_arrays, ReduceTerms<false, Float32>)

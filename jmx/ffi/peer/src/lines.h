@@ -1,7 +1,7 @@
-// Rows of few bytes as *lines*, which say themselves when they have arrived: 16 bytes, of which 12 are data, in two halves
-// of 6 bytes, each beside the last 16 bits of the number of the call. A half is stored and loaded as one word of 8 bytes,
-// so a reader that finds this call's number in a half has its data, too. There is no flag to wait for after the rows, and
-// no fence before it: a row takes one way over the link instead of two, and a third more bytes.
+// Rows of few bytes as *lines*, which say themselves when they have arrived: 16 bytes, of which 12 are data, in two
+// halves of 6 bytes, each beside the last 16 bits of the number of the call. A half is stored and loaded as one word of
+// 8 bytes, so a reader that finds this call's number in a half has its data, too. There is no flag to wait for after
+// the rows, and no fence before it: a row takes one way over the link instead of two, and a third more bytes.
 //
 // A line of call k must not be overwritten before its reader, rank B, has it. There are two slots for the lines of each
 // rank, for calls of even and of odd numbers, so the next one to write that line is call k + 2 of the same rank, A:
@@ -9,10 +9,10 @@
 //   2. That kernel has read all lines of call k + 1 that are for A, those of B among them.
 //   3. B has written these in its kernel of call k + 1, so B's kernel of call k had ended before.
 //   4. A kernel ends when all its threads have read their lines: B has read that of call k.
-// Relaxed loads and stores suffice: (1) and (3) are ends of kernels, which order all accesses before with all after; and
-// what (2) has read, (3) has written. All calls on a region have arrays of the same sizes and equally many CTAs, so that
-// all of these count alike, and each call writes every line: one that has not arrived is that of call k - 2, or for an
-// address of call k - 1, or zeros, where numbers begin at 1. So 16 bits of the number suffice.
+// Relaxed loads and stores suffice: (1) and (3) are ends of kernels, which order all accesses before with all after;
+// and what (2) has read, (3) has written. All calls on a region have arrays of the same sizes and equally many CTAs, so
+// that all of these count alike, and each call writes every line: one that has not arrived is that of call k - 2, or
+// for an address of call k - 1, or zeros, where numbers begin at 1. So 16 bits of the number suffice.
 //
 // tests/check_lines.cc runs the same functions on threads of a CPU.
 #pragma once
@@ -39,7 +39,8 @@ struct Line {
 JMX_DEVICE inline Line LineOf(const Words& words, unsigned int call) {
   using Half = unsigned long long;
   const Half number = Half{call} << 48;
-  return {{words.of[0] | Half{words.of[1] & 0xFFFF} << 32 | number, words.of[1] >> 16 | Half{words.of[2]} << 16 | number}};
+  return {
+      {words.of[0] | Half{words.of[1] & 0xFFFF} << 32 | number, words.of[1] >> 16 | Half{words.of[2]} << 16 | number}};
 }
 
 JMX_DEVICE inline bool IsOf(const Line& line, unsigned int call) {
@@ -53,8 +54,8 @@ JMX_DEVICE inline Words WordsOf(const Line& line) {
            static_cast<Word>(last >> 16)}};
 }
 
-// `store` (i, data) for those lines of this call, at `from` (i), with a bit in `missing`, as they arrive. `memory` loads, and
-// waits between two attempts.
+// `store` (i, data) for those lines of this call, at `from` (i), with a bit in `missing`, as they arrive. `memory`
+// loads, and waits between two attempts.
 template <int kCount, typename Memory, typename From, typename Store>
 JMX_DEVICE void Receive(Memory& memory, unsigned int call, unsigned int missing, From&& from, Store&& store) {
   for (;;) {
@@ -81,8 +82,9 @@ JMX_DEVICE inline Line NumberLine(unsigned long long number, unsigned int call) 
 template <typename Memory>
 JMX_DEVICE unsigned long long ReceiveNumber(Memory& memory, const Line* from, unsigned int call) {
   unsigned long long number = 0;
-  Receive<1>(memory, call, 1, [&](int) { return from; },
-             [&](int, const Words& words) { number = words.of[0] | static_cast<unsigned long long>(words.of[1]) << 32; });
+  Receive<1>(
+      memory, call, 1, [&](int) { return from; },
+      [&](int, const Words& words) { number = words.of[0] | static_cast<unsigned long long>(words.of[1]) << 32; });
   return number;
 }
 
@@ -90,8 +92,8 @@ JMX_DEVICE inline Line* LinesOf(const Ranks& ranks, int owner, unsigned int call
   return reinterpret_cast<Line*>(SlotOf(ranks, owner, call, from));
 }
 
-// The line of a number, such as an address, that rank `from` gives `owner`: one a CTA and an array, which are overwritten in
-// the next call. A call ends with flags that all have read theirs.
+// The line of a number, such as an address, that rank `from` gives `owner`: one a CTA and an array, which are
+// overwritten in the next call. A call ends with flags that all have read theirs.
 JMX_DEVICE inline Line* AddressLine(const Ranks& ranks, int owner, int from, int block, int array) {
   const int index = (from * kMaxBlocks + block) * kMaxArrays + array;
   return reinterpret_cast<Line*>(ranks.region[owner] + kAddresses) + index;
@@ -99,8 +101,8 @@ JMX_DEVICE inline Line* AddressLine(const Ranks& ranks, int owner, int from, int
 
 // Gives rank `other` a number and returns its own. Call it once a line and a call.
 template <typename Memory>
-JMX_DEVICE unsigned long long Swap(Memory& memory, const Ranks& ranks, unsigned int call, int other, int block, int array,
-                                   unsigned long long mine) {
+JMX_DEVICE unsigned long long Swap(Memory& memory, const Ranks& ranks, unsigned int call, int other, int block,
+                                   int array, unsigned long long mine) {
   memory.Store(AddressLine(ranks, other, ranks.rank, block, array), NumberLine(mine, call));
   return ReceiveNumber(memory, AddressLine(ranks, ranks.rank, other, block, array), call);
 }
@@ -158,19 +160,23 @@ JMX_UNROLL
 JMX_UNROLL
       for (int i = 0; i < kLinesInFlight; ++i)
         if (first + i * threads < all) missing |= 1u << i;
-      const auto other_of = [&](int i) { return static_cast<int>((ranks.rank + 1 + (first + i * threads) / lines) % ranks.num_ranks); };
+      const auto other_of = [&](int i) {
+        return static_cast<int>((ranks.rank + 1 + (first + i * threads) / lines) % ranks.num_ranks);
+      };
       const auto line_of = [&](int i) { return (first + i * threads) % lines; };
       Receive<kLinesInFlight>(
           memory, call, missing,
           [&](int i) { return LinesOf(ranks, ranks.rank, call, other_of(i)) + begin + line_of(i); },
-          [&](int i, const Words& words) { WriteWords(arrays.out[k] + other_of(i) * bytes, bytes, line_of(i), words); });
+          [&](int i, const Words& words) {
+            WriteWords(arrays.out[k] + other_of(i) * bytes, bytes, line_of(i), words);
+          });
     }
     begin += lines;
   }
 }
 
-// The sum over all of at most kRanks ranks, in float32 and in the order of the ranks, as `Reduce` of kernels.cu, for one
-// thread.
+// The sum over all of at most kRanks ranks, in float32 and in the order of the ranks, as `Reduce` of kernels.cu, for
+// one thread.
 template <int kRanks, typename Element, typename Memory>
 JMX_DEVICE void ReduceLinesOf(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
                               unsigned long long thread, unsigned long long threads) {

@@ -21,19 +21,11 @@ namespace ffi = xla::ffi;
 
 constexpr size_t kUnit = 16;  // bytes, of which a row is a multiple
 
-struct Call {
-  std::string function;
-  int blocks = 0;
-  Ranks ranks{};
-  Arrays arrays{};
+struct NeededCall : Call {
   Needed needed{};
 };
 
 const char* Data(const ffi::AnyBuffer& array) { return static_cast<const char*>(array.untyped_data()); }
-
-void Rule(bool kept, const char* what) {
-  if (!kept) throw std::string(what);
-}
 
 // Rows and columns of an array, which has `size` bytes an element.
 struct Sizes {
@@ -48,13 +40,14 @@ struct Sizes {
   }
 };
 
-// Arguments: rows (T, m), the first t of which are sent; the tokens' routing, (T, E) float32 logits, or (T, k) int32 ids
-// and their (T, k) weights; (R,) int32, the first expert of each rank. Results: these of all ranks, (R t, m) and so on, and
-// (R T,) uint32, the ranks that need each token.
-Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArgs args, ffi::RemainingRets results) {
+// Arguments: rows (T, m), the first t of which are sent; the tokens' routing, (T, E) float32 logits, or (T, k) int32
+// ids and their (T, k) weights; (R,) int32, the first expert of each rank. Results: these of all ranks, (R t, m) and so
+// on, and (R T,) uint32, the ranks that need each token.
+NeededCall GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArgs args,
+                    ffi::RemainingRets results) {
   const size_t count = args.size() - 1;  // of arrays that this rank has
   Rule(args.size() >= 3 && count < kMaxArrays && results.size() == args.size(), "wrong number of arrays");
-  Call call;
+  NeededCall call{{"needed.cu"}};
   call.function = "gather_needed";
   call.arrays.count = static_cast<int>(count) + 1;
   for (size_t i = 0; i < count; ++i) {
@@ -76,7 +69,8 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
     const Sizes its(*args.get<ffi::AnyBuffer>(i));
     Rule(its.rows == of_routing.rows && its.row_bytes % 4 == 0, "wrong sizes of the routing");
   }
-  Rule(of_rows.rows == of_routing.rows && of_rows.row_bytes % kUnit == 0 && call.arrays.bytes[0] % of_rows.row_bytes == 0,
+  Rule(of_rows.rows == of_routing.rows && of_rows.row_bytes % kUnit == 0 &&
+           call.arrays.bytes[0] % of_rows.row_bytes == 0,
        "wrong sizes of rows");
   const size_t size = group.size();
   Rule(firsts->element_type() == ffi::S32 && firsts->element_count() == size, "wrong first experts");
@@ -99,19 +93,19 @@ Call GatherOf(const Group& group, int64_t each, int64_t top_k, ffi::RemainingArg
 
 // Arguments: rows (R t, H); (R T,) uint32, the ranks of all tokens, of which the last t of each rank have these rows.
 // Results: (t, H); and memory like the rows, into which other ranks write theirs.
-Call ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::RemainingRets results) {
+NeededCall ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::RemainingRets results) {
   Rule(args.size() == 2 && results.size() == 2, "wrong number of arrays");
   const auto in = args.get<ffi::AnyBuffer>(0), ranks = args.get<ffi::AnyBuffer>(1);
   auto out = results.get<ffi::AnyBuffer>(0), written = results.get<ffi::AnyBuffer>(1);
   Rule(in.has_value() && ranks.has_value() && out.has_value() && written.has_value(), "arrays are missing");
   const Sizes its(**out);
-  Rule(in->size_bytes() == (*written)->size_bytes() && in->size_bytes() == (*out)->size_bytes() * group.size() && its.row_bytes % kUnit == 0, "wrong sizes of rows");
+  Rule(in->size_bytes() == (*written)->size_bytes() && in->size_bytes() == (*out)->size_bytes() * group.size() &&
+           its.row_bytes % kUnit == 0,
+       "wrong sizes of rows");
   const size_t tokens = ranks->element_count() / group.size();
   Rule(ranks->element_type() == ffi::U32 && tokens >= static_cast<size_t>(its.rows), "wrong ranks of tokens");
-  const auto type = in->element_type();
-  Rule(type == ffi::BF16 || type == ffi::F16 || type == ffi::F32, "wrong type");
-  Call call;
-  call.function = std::string("reduce_") + (type == ffi::BF16 ? "bf16" : type == ffi::F16 ? "f16" : "f32") + "_needed";
+  NeededCall call{{"needed.cu"}};
+  call.function = std::string("reduce_") + NameOf(in->element_type()) + "_needed";
   call.arrays.count = 1;
   call.arrays.in[0] = Data(*in);
   call.arrays.out[0] = static_cast<char*>((*out)->untyped_data());
@@ -123,20 +117,11 @@ Call ScatterOf(const Group& group, ffi::RemainingArgs args, ffi::RemainingRets r
   return call;
 }
 
-// Gives a call the ranks' regions, one for each kind and size of calls, which are made when the first rank asks.
-void GiveRegions(const Group& group, Call& call) {
+NeededCall CallOf(const Group& group, bool gather, int64_t each, int64_t top_k, ffi::RemainingArgs args,
+                  ffi::RemainingRets results) {
+  NeededCall call = gather ? GatherOf(group, each, top_k, args, results) : ScatterOf(group, args, results);
   call.blocks = static_cast<int>(std::min<size_t>(kMaxBlocks, call.needed.rows));
-  call.ranks.rank = group.rank;
-  call.ranks.num_ranks = group.size();
-  std::string key = call.function + " " + std::to_string(call.blocks);
-  for (int i = 0; i < call.arrays.count; ++i) key += " " + std::to_string(call.arrays.bytes[i]);
-  const auto& regions = Resources::Get().FindRegions(key, group.ordinals, 0);
-  for (size_t rank = 0; rank < regions.size(); ++rank) call.ranks.region[rank] = reinterpret_cast<char*>(regions[rank]);
-}
-
-Call CallOf(const Group& group, bool gather, int64_t each, int64_t top_k, ffi::RemainingArgs args, ffi::RemainingRets results) {
-  Call call = gather ? GatherOf(group, each, top_k, args, results) : ScatterOf(group, args, results);
-  GiveRegions(group, call);
+  call.GiveRegions(group, 0);
   return call;
 }
 
@@ -146,7 +131,7 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
                       ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
-    Resources::Get().needed.Find(ordinal, CallOf(group, gather, each, top_k, args, results).function);
+    CallOf(group, gather, each, top_k, args, results).Find(ordinal);
   });
 }
 
@@ -155,9 +140,8 @@ ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devi
                    int64_t top_k, ffi::RemainingArgs args, ffi::RemainingRets results) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
-    Call call = CallOf(group, gather, each, top_k, args, results);
-    void* parameters[] = {&call.ranks, &call.arrays, &call.needed};
-    Launch(stream, Resources::Get().needed.Find(ordinal, call.function), call.blocks, parameters);
+    NeededCall call = CallOf(group, gather, each, top_k, args, results);
+    call.Launch(stream, ordinal, call.needed);
   });
 }
 
@@ -176,9 +160,3 @@ auto BindCall(Binding&& binding) {
 
 JMX_LAUNCHING_HANDLERS(jmx_peer_gather_needed, jmx::Initialize<true>, jmx::Execute<true>);
 JMX_LAUNCHING_HANDLERS(jmx_peer_scatter_needed, jmx::Initialize<false>, jmx::Execute<false>);
-
-// The compiled needed.cu, for all calls. Returns 0.
-extern "C" int jmx_peer_set_needed_image(const char* data, size_t size) {
-  jmx::Resources::Get().needed.image.Set(data, size);
-  return 0;
-}

@@ -28,7 +28,8 @@ struct Warp {
 
 // Sends bytes [begin, end) of this rank's array k to all ranks' results, `Unit` by unit, for the threads of a CTA.
 template <typename Unit>
-__device__ void SendAll(const Ranks& ranks, const Arrays& arrays, const char* array, const u64* results, int k, u64 begin, u64 end) {
+__device__ void SendAll(const Ranks& ranks, const Arrays& arrays, const char* array, const u64* results, int k,
+                        u64 begin, u64 end) {
   const Unit* in = reinterpret_cast<const Unit*>(array);
   const u64 units = arrays.bytes[k] / sizeof(Unit);
   for (u64 at = begin / sizeof(Unit) + threadIdx.x; at < end / sizeof(Unit); at += blockDim.x) {
@@ -42,8 +43,8 @@ __device__ void SendAll(const Ranks& ranks, const Arrays& arrays, const char* ar
 }
 
 // The routing of tokens [begin, end), and the ranks that need them, which are `own` for all tokens of this rank.
-__device__ void SendRouting(const Ranks& ranks, const Arrays& arrays, const Needed& needed, const u32* own, const u64* results,
-                            u64 begin, u64 end) {
+__device__ void SendRouting(const Ranks& ranks, const Arrays& arrays, const Needed& needed, const u32* own,
+                            const u64* results, u64 begin, u64 end) {
   for (int k = 1; k < arrays.count; ++k) {
     const u64 bytes = arrays.bytes[k] / needed.tokens;
     const char* array = k == arrays.count - 1 ? reinterpret_cast<const char*>(own) : arrays.in[k];
@@ -84,7 +85,8 @@ __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
   SendRouting(ranks, arrays, needed, own, results, needed.rows + others.begin, needed.rows + others.end);
   Signal(ranks, call, jmx::kFirst);
   const auto result = [&](int rank) {
-    return reinterpret_cast<uint4*>(rank == ranks.rank ? reinterpret_cast<u64>(arrays.out[0]) : results[rank * jmx::kMaxArrays]);
+    return reinterpret_cast<uint4*>(rank == ranks.rank ? reinterpret_cast<u64>(arrays.out[0])
+                                                       : results[rank * jmx::kMaxArrays]);
   };
   const uint4* in = reinterpret_cast<const uint4*>(arrays.in[0]);
   for (u32 begin = rows.begin * units + threadIdx.x; begin < rows.end * units; begin += kInFlight * jmx::kThreads) {
@@ -110,15 +112,17 @@ __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
     const int other = (ranks.rank + i) % ranks.num_ranks;
     for (u64 row = rows.begin + mine; row < rows.end; row += kWarps) {
       if (__ldcg(ranks_of + other * needed.tokens + row) >> ranks.rank & 1) continue;
-      for (u32 at = warp.Index(); at < units; at += Warp::kCount) result(ranks.rank)[(other * needed.rows + row) * units + at] = {};
+      for (u32 at = warp.Index(); at < units; at += Warp::kCount)
+        result(ranks.rank)[(other * needed.rows + row) * units + at] = {};
     }
   }
   Meet(ranks, call);
   End(ranks, call);
 }
 
-// The sum over the ranks that have an expert of a row's token, in float32 and in the order of the ranks. They write these
-// rows into the second array of the rank whose token it is, one rank's after the other. Rows are those of the last tokens.
+// The sum over the ranks that have an expert of a row's token, in float32 and in the order of the ranks. They write
+// these rows into the second array of the rank whose token it is, one rank's after the other. Rows are those of the
+// last tokens.
 template <typename Element>
 __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Needed& needed) {
   __shared__ u64 theirs[jmx::kMaxRanks * jmx::kMaxArrays], in[jmx::kMaxRanks];
@@ -151,8 +155,9 @@ __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
     const char* from = rank == ranks.rank ? arrays.in[0] : arrays.out[1];
     in[rank] = reinterpret_cast<u64>(from) + rank * arrays.bytes[0];
   }
-  AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], rows.begin * units + threadIdx.x, rows.end * units, jmx::kThreads,
-                             [&](u64 at) { return __ldg(ranks_of + ranks.rank * needed.tokens + static_cast<u32>(at) / units); });
+  AddUpRanks<uint4, Element>(
+      ranks, in, arrays.out[0], rows.begin * units + threadIdx.x, rows.end * units, jmx::kThreads,
+      [&](u64 at) { return __ldg(ranks_of + ranks.rank * needed.tokens + static_cast<u32>(at) / units); });
   End(ranks, call);
 }
 

@@ -1,5 +1,5 @@
-// Which ranks need a token's row: those with at least one of its experts. The functions are those of a group of lanes, a
-// warp or, in a test on a CPU, a single one.
+// Which ranks need a token's row: those with at least one of its experts. The functions are those of a group of lanes,
+// a warp or, in a test on a CPU, a single one.
 #pragma once
 
 #include "region.h"
@@ -17,7 +17,8 @@ struct Needed {
   int each;    // experts of a rank
   int top_k;   // experts of a token
   int width;   // elements of a token's routing in the first array that has it
-  bool logits;  // whether these are logits, all of them, of which the largest are a token's experts; else its experts' ids
+  bool logits;  // whether these are logits, all of them, of which the largest are a token's experts; else its experts'
+                // ids
 };
 
 // The ranks that have one of the experts `ids` (top_k), as bits. Ids are those of all ranks' experts, or of none.
@@ -34,9 +35,9 @@ JMX_DEVICE unsigned int RanksOfIds(const Lanes& lanes, const Needed& needed, int
   return lanes.Or(found);
 }
 
-// The ranks that may have one of the top_k largest logits: no more than top_k - 1 logits are larger than the largest one
-// of the rank. Of equal logits those of a higher number are not chosen, perhaps, but their ranks are among these. Of
-// ranks without a bit in `among` nothing is found.
+// The ranks that may have one of the top_k largest logits: no more than top_k - 1 logits are larger than the largest
+// one of the rank. Of equal logits those of a higher number are not chosen, perhaps, but their ranks are among these.
+// Of ranks without a bit in `among` nothing is found.
 template <typename Lanes>
 JMX_DEVICE unsigned int RanksOfLogits(const Lanes& lanes, const Needed& needed, int num_ranks, const float* logits,
                                       unsigned int among) {

@@ -17,8 +17,8 @@ constexpr int kMaxBlocks = 128;  // CTAs of one call
 constexpr int kThreads = 512;   // of a CTA
 constexpr int kThreadBytes = 16;  // that decide the number of CTAs
 
-// Rows of kMaxBlocks words at the beginning of a region, a word a CTA: a flag for each rank, and another one for what it
-// sends first; the number of the last call; whether a call is running.
+// Rows of kMaxBlocks words at the beginning of a region, a word a CTA: a flag for each rank, and another one for what
+// it sends first; the number of the last call; whether a call is running.
 constexpr int kFirst = kMaxRanks, kCalls = 2 * kMaxRanks, kBusy = kCalls + 1;
 // Then the addresses of arrays that each rank has sent: a line of 16 bytes an array, a CTA and a rank.
 constexpr int kAddresses = (kBusy + 1) * kMaxBlocks * 4;  // where they begin, in bytes

@@ -43,10 +43,15 @@ class Resources {
     return *resources;
   }
 
-  Kernels kernels, needed;  // of kernels.cu; of needed.cu, which few programs call
+  // The kernels of a source, such as "kernels.cu".
+  Kernels& KernelsOf(const std::string& source) {
+    std::lock_guard lock(mutex_);
+    return kernels_[source];
+  }
 
   // The regions of ranks, by rank, of calls of one kind. They are made when the first of these GPUs asks.
-  const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals, size_t slot_bytes) {
+  const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals,
+                                          size_t slot_bytes) {
     std::lock_guard lock(mutex_);
     auto& regions = regions_[{kind, ordinals, slot_bytes}];
     if (!regions.empty()) return regions;
@@ -66,6 +71,7 @@ class Resources {
 
  private:
   std::mutex mutex_;
+  std::map<std::string, Kernels> kernels_;
   std::map<std::tuple<std::string, std::vector<int>, size_t>, std::vector<Address>> regions_;
 };
 

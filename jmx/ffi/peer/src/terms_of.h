@@ -11,7 +11,6 @@ struct Terms {
   const unsigned int* ranks;  // of each token a bit for each rank that has one of its experts; nullptr: all ranks send
   unsigned long long part_bytes;
   unsigned long long row_bytes;
-  unsigned int ranks_stride;  // between those of a rank's tokens and of the next one's
   unsigned int tokens;        // of a rank
   unsigned int units;         // of a token's result
   int parts, slots;

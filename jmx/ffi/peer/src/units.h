@@ -32,7 +32,8 @@ __device__ void ForEach(u64 num_units, Load&& load, Store&& store) {
 // The part of `count` things that is this CTA's. What it sends is what the same CTA of another rank waits for.
 struct Share {
   u64 begin, end;
-  __device__ explicit Share(u64 count) : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
+  __device__ explicit Share(u64 count)
+      : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
   __device__ u32 Size() const { return end - begin; }
 };
 
@@ -82,9 +83,10 @@ union Lanes {
   __device__ Lanes() {}
 };
 
-// The sums over ranks, in float32 and in their order, of units [begin, end) of this thread, of which each rank has those
-// of `in`, an address in shared memory: those of the ranks with a bit in `of` (index of a unit). A thread asks all ranks
-// for kUnits of its units before it adds any: if it asked one rank after the other, all GPUs would read from the same one.
+// The sums over ranks, in float32 and in their order, of units [begin, end) of this thread, of which each rank has
+// those of `in`, an address in shared memory: those of the ranks with a bit in `of` (index of a unit). A thread asks
+// all ranks for kUnits of its units before it adds any: if it asked one rank after the other, all GPUs would read from
+// the same one.
 template <int kRanks, int kUnits, typename Unit, typename Element, typename RanksOfUnit>
 __device__ void AddUp(const u64* in, Unit* out, u64 begin, u64 end, u64 step, RanksOfUnit&& of) {
   constexpr int kElements = sizeof(Unit) / sizeof(Element);
@@ -97,7 +99,8 @@ __device__ void AddUp(const u64* in, Unit* out, u64 begin, u64 end, u64 step, Ra
     for (int rank = 0; rank < kRanks; ++rank) {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i)
-        if (asked[i] >> rank & 1) lanes[i][rank].unit = Read<Unit>(reinterpret_cast<const char*>(in[rank]), begin + i * step);
+        if (asked[i] >> rank & 1)
+          lanes[i][rank].unit = Read<Unit>(reinterpret_cast<const char*>(in[rank]), begin + i * step);
     }
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
@@ -115,7 +118,8 @@ __device__ void AddUp(const u64* in, Unit* out, u64 begin, u64 end, u64 step, Ra
 
 // `AddUp` for the number of ranks. `in`: shared, and complete when all threads have come here.
 template <typename Unit, typename Element, typename RanksOfUnit>
-__device__ void AddUpRanks(const Ranks& ranks, const u64* in, char* result, u64 begin, u64 end, u64 step, RanksOfUnit&& of) {
+__device__ void AddUpRanks(const Ranks& ranks, const u64* in, char* result, u64 begin, u64 end, u64 step,
+                           RanksOfUnit&& of) {
   __syncthreads();
   Unit* out = reinterpret_cast<Unit*>(result);
   if (ranks.num_ranks <= 2)

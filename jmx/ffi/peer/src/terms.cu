@@ -1,6 +1,5 @@
-// Sums over a token's rows, each of which an expert of this rank has computed, as they are sent to the token's rank.
-#pragma once
-
+// The kernels that sum a token's rows, each of which an expert of this rank has computed, as they send them to the
+// token's rank. jmx/ffi/peer/library.py compiles them where a program calls one.
 #include "calls.h"
 #include "region.h"
 #include "terms_of.h"
@@ -16,7 +15,8 @@ constexpr int kMany = 4;   // units of a thread, above which links are busy for 
 // A unit of a token's sum, in float32 and in the order of its slots, rounded once.
 template <typename Element>
 __device__ uint4 SumOf(const Terms& terms, u32 token, u32 unit) {
-  constexpr int kElements = sizeof(uint4) / sizeof(Element), kEach = sizeof(uint4) / sizeof(float), kLoads = kElements / kEach;
+  constexpr int kElements = sizeof(uint4) / sizeof(Element), kEach = sizeof(uint4) / sizeof(float),
+                kLoads = kElements / kEach;
   using Floats = Lanes<uint4, Float32>;
   float sum[kElements] = {};
   for (int first = 0; first < terms.slots; first += kTerms) {
@@ -84,7 +84,7 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   const Share share(u64{terms.tokens} * terms.units);  // of a rank's results
   const auto row_of = [&](u64 at) { return static_cast<u32>(at) / terms.units; };
   const auto ranks_of = [&](int rank, u64 at) {
-    return terms.ranks == nullptr ? (1u << ranks.num_ranks) - 1 : __ldg(terms.ranks + rank * terms.ranks_stride + row_of(at));
+    return terms.ranks == nullptr ? (1u << ranks.num_ranks) - 1 : __ldg(terms.ranks + rank * terms.tokens + row_of(at));
   };
   const auto send = [&](u64 at, int rank) {
     if ((ranks_of(rank, at) >> ranks.rank & 1) == 0) return;
@@ -104,3 +104,16 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
 }
 
 }  // namespace
+
+#define TERMS(NAME, SLOTS, ELEMENT)                                                                     \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
+  reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,             \
+                const __grid_constant__ Terms terms) {                                                  \
+    ReduceTerms<SLOTS, ELEMENT>(ranks, arrays, terms);                                                  \
+  }
+TERMS(bf16_terms, true, BFloat16)
+TERMS(f16_terms, true, Float16)
+TERMS(f32_terms, true, Float32)
+TERMS(bf16_terms_arrays, false, BFloat16)
+TERMS(f16_terms_arrays, false, Float16)
+TERMS(f32_terms_arrays, false, Float32)
