@@ -255,6 +255,7 @@ def _divided(
     check_routing(routing, x.shape[:-1], mask)
     if split.all_names:
         check_by_token(one, settings.input_format)
+        over_mesh.check_tokens(x)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)

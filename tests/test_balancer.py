@@ -311,6 +311,7 @@ RIGHT = {"counts": np.ones(8), "num_ranks": 4, "spare_experts": 4}
         ({"counts": np.array([1, -2, 3])}, "`counts[1]` (=-2) must be finite and at least 0"),
         ({"counts": np.array([[1, 2], [np.nan, 3]])}, "`counts[1, 0]` (=nan) must be finite"),
         ({"counts": np.array([np.inf, 3])}, "`counts[0]` (=inf) must be finite"),
+        ({"counts": np.full(8, 1e308)}, "`counts` (up to 1e+308) must have a finite sum"),
         *[({"num_ranks": n}, "`num_ranks`") for n in (0, -1, 2.0, None, "4", True)],
         *[({"spare_experts": n}, "`spare_experts`") for n in (-1, 2.0, None, "4", True)],
         *[({"ranks_per_host": n}, "`ranks_per_host`") for n in (0, 3, 8, 2.0, "4", True)],

@@ -259,6 +259,7 @@ def test_explain_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--mesh", "xx=2"], "`--mesh` (='xx') must be one of dp, ep, fsdp, tp"),
         (["--mesh", "ep"], "must be axes as NAME=SIZE"),
+        (["--mesh", "ep=\uff12"], "must be axes as NAME=SIZE"),  # a full-width digit
         (["--mesh", "ep=3"], "must divide the 1 tokens evenly, over 3 devices"),
         (["--exchange", "gather"], "`--exchange` (='gather') needs --mesh"),
         (["--mesh", "ep=1", "--exchange", "pigeons"], "`--exchange` (='pigeons') must be one of gather"),

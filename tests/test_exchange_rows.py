@@ -51,7 +51,7 @@ def test_the_average_is_that_of_all_choices_of_experts() -> None:
     assert row_plan.average_rows(call) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("capacity", [None, 0.1, 1, 5])
+@pytest.mark.parametrize("capacity", [None, 0.1, 1, 5, 1e308])
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 1000, 8192])
 def test_bounds_of_a_round(num_tokens: int, capacity: float | None) -> None:
     call = call_of(num_tokens, capacity=capacity)

@@ -420,6 +420,7 @@ def test_layout_auto_is_the_platforms_own():
         ({"routing": jmx.TopKSoftmax(3)}, "`top_k` (=2) must be that of `routing` (=TopKSoftmax(top_k=3))"),
         ({"correction_bias": True}, "`correction_bias` (=True) must be False for `routing` (=TopKSoftmax(top_k=2))"),
         ({"weights_on": "both"}, "`weights_on` (='both') must be one of ('output', 'input')"),
+        ({"axes": {"expert": ("x", None)}}, "`axes['expert']` (=None, a NoneType) must be the name of a mesh axis"),
         ({"axes": {"experts": "x"}}, "must name logical axes among ('expert', 'intermediate', 'hidden', 'token')"),
         ({"layout": "fast"}, "`layout` (='fast') must be one of"),
     ],
@@ -432,7 +433,7 @@ def test_arguments_that_contradict_are_named(options, message):
                 lambda: jmx.Experts.random(jax.random.key(0), *sizes, gate_up_order="interleaved")
             )
         }
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         make(**options)
 
 

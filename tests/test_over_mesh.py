@@ -317,6 +317,7 @@ def test_the_split_of_explicit_axes_is_read_off_the_types(whole: Whole) -> None:
     [
         ({"expert": 3}, r"`expert` \(=3, an int\)"),
         ({"tokens": ("a", 3)}, r"`tokens` \(=3, an int\)"),
+        ({"expert": ("a", None)}, r"`expert` \(=None, a NoneType\)"),
         ({"tokens": ("a", "a")}, r"`tokens` \(=\('a', 'a'\)\) must not name a mesh axis twice"),
         ({"expert": "a", "intermediate": ("b", "a")}, r"`intermediate` .* must not name 'a', as `expert` does"),
         ({"exchange": "pigeons"}, r"`exchange` \(='pigeons'\) must be one of .*gather"),
@@ -326,6 +327,11 @@ def test_the_split_of_explicit_axes_is_read_off_the_types(whole: Whole) -> None:
 def test_splits_that_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         jmx.Split(**fields)
+
+
+def test_a_split_prints_what_was_given() -> None:
+    split = jmx.Split(expert="ep", tokens=("ep",), intermediate=(), hidden=None, chunks=2, mesh=mesh_of((1, 8)))
+    assert repr(split) == "Split(expert='ep', tokens=('ep',), chunks=2)"
 
 
 def test_calls_that_are_refused(whole: Whole) -> None:
@@ -355,6 +361,18 @@ def test_calls_that_are_refused(whole: Whole) -> None:
         run(put(x, mesh, "ep"), put(logits, mesh, "ep"), divided, jmx.Split(expert="ep", tokens="dp"))
     with pytest.raises(ValueError, match=r"`experts\.gate_up_values` .* must not be split along axis 1"):
         run(put(x, mesh), put(logits, mesh), put(experts, mesh, None, "ep"))
+
+
+@pytest.mark.parametrize("exchange", [None, "rows"])
+@pytest.mark.parametrize("constraints", [(), ("mod(T, 8) == 0",)])
+def test_a_symbolic_number_of_tokens_is_refused(
+    whole: Whole, exchange: str | None, constraints: tuple[str, ...]
+) -> None:
+    split = jmx.Split(expert="ep", tokens="ep", exchange=exchange, mesh=mesh_of((1, 8)))
+    (tokens,) = jax.export.symbolic_shape("T", constraints=constraints)
+    x, logits = (jax.ShapeDtypeStruct((tokens, its.shape[1]), its.dtype) for its in (whole.x, whole.logits))
+    with pytest.raises(ValueError, match=r"`x` \(shape \(T, \d+\)\) must not have a symbolic number of tokens"):
+        jax.export.export(jax.jit(partial(run, split=split)))(x, logits, whole.experts)
 
 
 def test_manual_axes_have_to_be_all_of_a_split(whole: Whole) -> None:

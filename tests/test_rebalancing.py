@@ -421,6 +421,16 @@ def test_donated_arrays_are_deleted_and_only_they(rng):
         assert array.is_deleted() != name.endswith("input_scale")
 
 
+def test_arrays_of_two_layers_are_not_donated(small):
+    layers = [small, small]
+    after = Placement.stack([Placement.of(np.array([1, 0, 2, 3, 4, 5, -1, -1]), num_experts=6, num_ranks=2)] * 2)
+    with pytest.raises(ValueError, match=r"`donate` must be False where `layers\[1\]` has the array 'gate_up_values'"):
+        rebalance(layers, after, donate=True)
+    assert layers == [small, small]
+    rebalance(layers, after)
+    assert all((layer.placement.expert_of_slot == after.layer(0).expert_of_slot).all() for layer in layers)
+
+
 def test_counts_to_balanced_weights(rng):
     """All of it: counts of two layers, a placement, and the weights in it."""
     before = Placement.stack([Placement.identity(EXPERTS, RANKS, 2)] * 2)

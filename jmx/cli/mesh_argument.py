@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})")
+_AXIS = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,9})")
 _DIVIDES = re.compile(r"([a-z]+)=(\w+(?:\+\w+)*)")
 _NOTHING = "none"
 

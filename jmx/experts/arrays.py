@@ -130,8 +130,14 @@ def check_axes(axes: Axes, *others: str) -> None:
     if unknown := set(axes) - set(known):
         raise ValueError(f"`axes` (={dict(axes)}) must name logical axes among {known}, not {sorted(unknown)}")
     for logical, names in axes.items():
-        for name in names if isinstance(names, tuple) else (names,):
-            check_instance(f"axes[{logical!r}]", name, str | None, "the name of a mesh axis, a tuple of those, or None")
+        check_mesh_axes(f"axes[{logical!r}]", names)
+
+
+def check_mesh_axes(argument: str, given: Any) -> None:
+    """Raises TypeError unless the value of an argument is `MeshAxes`."""
+    names, known = (given, str) if isinstance(given, tuple) else ((given,), str | None)
+    for name in names:
+        check_instance(argument, name, known, "the name of a mesh axis, a tuple of those, or None")
 
 
 def has_expert_axis(name: str) -> bool:

@@ -23,7 +23,7 @@ def check_counts(counts: Any) -> Float[np.ndarray, "*layers E"]:
     """Tokens of each expert, (E,) or (L, E), as float64.
 
     Raises:
-        TypeError, ValueError: no numbers, of other axes, or any that are negative or not finite.
+        TypeError, ValueError: no numbers, of other axes, or any that are negative or not finite, as their sum.
     """
     check_array("counts", counts)
     if not np.issubdtype(counts.dtype, np.number) or np.issubdtype(counts.dtype, np.complexfloating):
@@ -35,6 +35,9 @@ def check_counts(counts: Any) -> Float[np.ndarray, "*layers E"]:
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(f"`counts[{', '.join(map(str, where))}]` (={loads[where]:g}) must be finite and at least 0")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(loads.sum()):
+            raise ValueError(f"`counts` (up to {loads.max():g}) must have a finite sum")
     return loads
 
 

@@ -142,6 +142,12 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
     return Static(split, mesh, leading)
 
 
+def check_tokens(x: Float[Any, "*tokens H"]) -> None:
+    """Raises ValueError if the number of tokens is symbolic, as `jax.export` can have it."""
+    if not all(isinstance(size, int) for size in x.shape):
+        raise ValueError(f"`x` (shape {x.shape}) must not have a symbolic number of tokens in a call with a split")
+
+
 def total_experts(split: Split, experts: AnyExperts) -> int:
     """The number of experts of all devices, without copies."""
     if isinstance(experts, PlacedExperts):

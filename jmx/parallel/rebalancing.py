@@ -84,8 +84,8 @@ def rebalance(
         after: the placement of as many layers, as `balance` returns it; or the tokens of each expert, from which it is
             computed here, on the host: (L, E) of L layers, (E,) of a module that is no list.
         ranks_per_host, groups, policy: as in `balance`, for counts.
-        donate: whether a layer's old arrays are deleted when it is replaced, also if they are in use elsewhere. Peak
-            memory is one layer more either way, if they are not.
+        donate: whether a layer's old arrays are deleted when it is replaced, also if they are in use elsewhere, but not
+            by another one of `layers`. Peak memory is one layer more either way, if they are not.
         timeout_s: how long to wait for the transfer of one layer, in seconds.
         progress: called with the number of layers done and that of all, after each one.
 
@@ -103,7 +103,8 @@ def rebalance(
             raise TypeError(f"`after` ({shown(after)}) must be a jmx.parallel.Placement, or an array of counts")
         after = _balanced(every, after, alone, ranks_per_host=ranks_per_host, groups=groups, policy=policy)
     _check_layers(every, after)
-    check_bool("donate", donate)
+    if check_bool("donate", donate):
+        _check_not_shared(every)
     timeout_s = _check_timeout(timeout_s)
     if progress is not None:
         check_callable("progress", progress)
@@ -166,6 +167,17 @@ def _check_layers(layers: Sequence[Any], after: Placement) -> None:
         except (TypeError, ValueError) as error:
             error.add_note(f"This is about layers[{i}]; no layer was moved.")
             raise
+
+
+def _check_not_shared(layers: Sequence[Any]) -> None:
+    """Raises ValueError if two layers have an array in common: the second one would be left with a deleted one."""
+    first: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        for name, array in by_slot(_placed(layer).experts).items():
+            other = first.setdefault(id(array), i)
+            if other != i:
+                has = f"`layers[{i}]` has the array {name!r} of layers[{other}]"
+                raise ValueError(f"`donate` must be False where {has}")
 
 
 def _check_timeout(timeout_s: float) -> float:

@@ -39,7 +39,7 @@ def accepted_rows(call: Call) -> int:
     """Rows that a rank accepts from each: those of all its tokens, or of the capacity, rounded up."""
     if call.capacity is None:
         return call.num_tokens
-    return min(call.num_tokens, ceil(call.capacity * average_rows(call)))
+    return ceil(min(call.num_tokens, call.capacity * average_rows(call)))  # the product may be infinite
 
 
 def rows_of_a_round(call: Call) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jmx.experts import check_mesh_axes
 from jmx.meshes import MeshAxes, Names, names_of
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES
@@ -55,8 +56,7 @@ class Split:
     def __post_init__(self) -> None:
         for field in LOGICAL_AXES:
             given = getattr(self, field)
-            for name in given if isinstance(given, tuple) else (given,):
-                check_instance(field, name, str | None, "the name of a mesh axis, a tuple of those, or None")
+            check_mesh_axes(field, given)
             names = self.names(field)
             if len({*names}) < len(names):
                 raise ValueError(f"`{field}` (={given!r}) must not name a mesh axis twice")
@@ -162,7 +162,8 @@ class Split:
 
     def __repr__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in fields(self) if field.name != "mesh")
-        return f"Split({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
+        others = ((field, value) for field, value in given if value not in (field.default, ()))
+        return f"Split({', '.join(f'{field.name}={value!r}' for field, value in others)})"
 
 
 def _quoted(names: Sequence[str] | set[str]) -> str:
