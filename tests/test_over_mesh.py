@@ -329,6 +329,11 @@ def test_splits_that_are_refused(fields: dict[str, Any], message: str) -> None:
         jmx.Split(**fields)
 
 
+def test_a_split_prints_what_was_given() -> None:
+    split = jmx.Split(expert="ep", tokens=("ep",), intermediate=(), hidden=None, chunks=2, mesh=mesh_of((1, 8)))
+    assert repr(split) == "Split(expert='ep', tokens=('ep',), chunks=2)"
+
+
 def test_calls_that_are_refused(whole: Whole) -> None:
     x, logits, experts = whole.x, whole.logits, whole.experts
     with pytest.raises(ValueError, match=r"`split` .* must have a mesh: call within `jax\.set_mesh"):

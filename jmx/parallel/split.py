@@ -162,7 +162,8 @@ class Split:
 
     def __repr__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in fields(self) if field.name != "mesh")
-        return f"Split({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
+        others = ((field, value) for field, value in given if value not in (field.default, ()))
+        return f"Split({', '.join(f'{field.name}={value!r}' for field, value in others)})"
 
 
 def _quoted(names: Sequence[str] | set[str]) -> str:

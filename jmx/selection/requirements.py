@@ -107,8 +107,9 @@ class Limits:
     def _format(self, problem: Problem) -> Rejection | None:
         if self.formats is None or decoded_alike(FORMATS[problem.format]) in self.formats:
             return None
-        wanted = " or ".join(self.formats)
-        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}", f"use xla, or quantize to {wanted}")
+        floats = all(FORMATS[name].is_float for name in self.formats)
+        wanted = f"{'weights in' if floats else 'quantize to'} {' or '.join(self.formats)}"
+        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}", f"use xla, or {wanted}")
 
     def _blocks(self, problem: Problem) -> Rejection | None:
         """Kernels take a short last block of FP8 alone, where padding is 0 whatever the scale."""
