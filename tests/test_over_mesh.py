@@ -355,6 +355,10 @@ def test_calls_that_are_refused(whole: Whole) -> None:
                 ValueError, match=r"`split\.mesh` \(=\{'dp': 4, 'ep': 2\}\) must be the mesh in scope, \{'d"
             ):
                 call(x, logits, experts, other)
+    abstract = jmx.Split(expert="ep", tokens="ep", mesh=mesh_of((1, 8)).abstract_mesh)
+    with pytest.raises(ValueError, match=r"`split\.mesh` .* must be a jax\.sharding\.Mesh where no array is on one"):
+        run(x, logits, experts, abstract)
+    assert alike(run(put(x, mesh_of((1, 8))), logits, experts, abstract), whole.y)
     mesh = mesh_of((2, 4), "explicit")
     divided = put(experts, mesh, "ep")
     with pytest.raises(ValueError, match=r"`split\.tokens` \(='dp'\) must be the Explicit mesh axes that split"):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
@@ -111,7 +112,12 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
         ValueError: no mesh, or not the one in scope, sizes that it does not divide, or Explicit axes that split tokens
             otherwise.
     """
-    mesh, scope = split.mesh_of([*by_token.values(), *jax.tree.leaves(experts)]), jax.sharding.get_abstract_mesh()
+    arrays = [*by_token.values(), *jax.tree.leaves(experts)]
+    mesh, scope = split.mesh_of(arrays), jax.sharding.get_abstract_mesh()
+    if isinstance(mesh, AbstractMesh) and scope.empty and not any(map(_may_be_divided, arrays)):
+        raise ValueError(
+            f"`split.mesh` (={mesh}) must be a jax.sharding.Mesh where no array is on one: this one has no devices"
+        )
     if not scope.empty and [*mesh.shape.items()] != [*scope.shape.items()]:
         raise ValueError(f"`split.mesh` (={dict(mesh.shape)}) must be the mesh in scope, {dict(scope.shape)}, or None")
     check_experts(split, mesh, experts)
@@ -140,6 +146,11 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
                 "add padding tokens, with a mask"
             )
     return Static(split, mesh, leading)
+
+
+def _may_be_divided(array: Any) -> bool:
+    """Whether an array is on a mesh, or traced, so that it may be."""
+    return isinstance(array, Tracer) or isinstance(getattr(array, "sharding", None), NamedSharding)
 
 
 def check_tokens(x: Float[Any, "*tokens H"]) -> None:
