@@ -36,9 +36,9 @@ from jmx.backends import registered_backends, resolve_layout
 from jmx.numerics import formats, input_formats
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.numerics.layouts import WeightSpec
+from jmx.numerics.layouts import WeightSpec, abstract
 from jmx.numerics.quantization import random
-from jmx.pallas.mosaic_sm90_fp8 import integer_sums
+from jmx.pallas.mosaic_sm90_fp8 import integer_sums, wgmma
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8, multiplies
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.decode import int4_slices
@@ -54,23 +54,24 @@ HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
 BLOCKS: dict[str, Any] = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
 ODD: dict[str, Any] = {"hidden": 160, "intermediate": 224}
+HALVES: dict[str, Any] = {"hidden": 320, "intermediate": 160}  # half of each row's last unit is stored
 TAKEN = LAYOUT.formats or ()
 MULTIPLIED = [(name, inputs) for name in TAKEN for inputs in INPUTS if multiplies(FORMATS[name], inputs)]
 PAIRS = [
-    ("mxfp4", "fp8_token", ODD),
+    ("mxfp4", "fp8_token", HALVES),
     ("mxfp4", "fp8_static", ODD),
     ("mxfp4", "fp8_block", BLOCKS),
     ("fp8_tensor", "fp8_static", ODD),
     ("fp8_tensor", "fp8_tensor", ODD),
-    ("fp8_channel", "fp8_token", ODD),
+    ("fp8_channel", "fp8_token", HALVES),
     ("fp8_block", "fp8_block", BLOCKS),
     ("fp8_block", "fp8_token", ODD),
     ("int4_channel", "fp8_static", ODD),
-    ("int4_channel", "int8_token", ODD),
+    ("int4_channel", "int8_token", HALVES),
     ("int4_g128", "fp8_token", BLOCKS),
     ("int4_g128", "fp8_block", BLOCKS),
     ("int4_g256", "int8_token", {"hidden": 256, "intermediate": 512}),
-    ("int8_channel", "int8_token", ODD),
+    ("int8_channel", "int8_token", HALVES),
     ("int8_g128", "int8_token", BLOCKS),
 ]
 
@@ -198,6 +199,8 @@ def test_each_thread_finds_its_codes_where_the_docstring_says(name, rng):
     q, spec = weight(rng, name, shape, 1), WeightSpec("down", shape, None, FORMATS[name])
     q = q._replace(values=jnp.asarray(rng.integers(0, 256, q.values.shape, np.uint8)))
     held = np.asarray(LAYOUT.forward(q, spec).values)[0]
+    assert held.shape == (1, 16 + 8, 256)  # 32 columns of the second unit are the weight's: half of it
+    held = np.pad(held, ((0, 0), (0, 8), (0, 0)))  # by TMA
     codes = np.asarray(q.values)[0]
     codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(shape)
     codes = np.pad(codes, ((0, 0), (0, 96)))
@@ -245,9 +248,9 @@ def test_what_the_tensor_cores_get_of_int4_is_the_weight(name, inputs, rng):
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block", "int8_channel", "int8_g128"])
 def test_units_of_8_bits_are_rows_as_they_are_gate_and_up_in_turns(name, rng):
-    gated, plain = (192, 160), (96, 160)
+    gated, plain = (192, 224), (96, 224)
     q, spec = weight(rng, name, gated, 1), WeightSpec("gate_up", gated, "concatenated", FORMATS[name])
-    values = np.pad(np.asarray(q.values)[0], ((0, 0), (0, 96)))
+    values = np.pad(np.asarray(q.values)[0], ((0, 0), (0, 32)))
     held = np.asarray(LAYOUT.forward(q, spec).values)[0].reshape(4, 2, 64, 128)  # 96 gates are padded to 128
     for tile, unit, row in np.ndindex(3, 2, 64):
         of_both = 32 * tile + 8 * (row // 16) + row % 8
@@ -256,7 +259,38 @@ def test_units_of_8_bits_are_rows_as_they_are_gate_and_up_in_turns(name, rng):
     assert not held[3].any()
     q, spec = weight(rng, name, plain, 1), WeightSpec("down", plain, None, FORMATS[name])
     held = np.asarray(LAYOUT.forward(q, spec).values)[0].reshape(2, 2, 64, 128).swapaxes(1, 2).reshape(128, 256)
-    np.testing.assert_array_equal(held, np.pad(np.asarray(q.values)[0], ((0, 32), (0, 96))))
+    np.testing.assert_array_equal(held, np.pad(np.asarray(q.values)[0], ((0, 32), (0, 32))))
+
+
+@pytest.mark.parametrize("columns", [129, 160, 192])
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "int8_channel"])
+def test_a_half_of_a_unit_is_what_wgmma_reads_with_its_own_swizzle(name, columns, rng):
+    """From bytes alone, as PTX defines both swizzles: TMA's of 128 bytes on the way in, the descriptor's of 64."""
+    q, spec = weight(rng, name, (64, columns), 1), WeightSpec("down", (64, columns), None, FORMATS[name])
+    memory = np.asarray(LAYOUT.forward(q, spec).values)[0, 0]
+    assert memory.shape == (64 + 32, 128)
+    box = np.pad(memory[64:], ((0, 32), (0, 0))).reshape(-1)  # past the end of the array TMA writes zeros
+    place = np.arange(box.size)
+    shared = np.empty_like(box)
+    shared[place ^ (place >> 7 & 7) << 4] = box
+    upper = wgmma._HALF_UNIT & 0xFFFFFFFF
+    assert upper >> 30 == 2  # of 64 bytes
+    eight_rows, second = (upper & 0x3FFF) << 4, wgmma._HALF_BYTES << 4
+    row, column = np.ogrid[:64, :64]
+    place = row // 8 * eight_rows + row % 8 * 64 + column
+    halves = [shared[first + (place ^ (place >> 7 & 3) << 4)] for first in (0, second)]
+    expected = np.pad(np.asarray(q.values)[0, :, 128:], ((0, 0), (0, 256 - columns)))
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), expected)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_columns_that_no_weight_has_are_not_stored_by_the_half(name):
+    """Up to 64 of 128; but not of the only unit, nor where scales belong to units."""
+    format = FORMATS[name]
+    halved = format.block_size < 128
+    for columns, units in ((32, 1), (128, 1), (192, 1.5), (224, 2), (256, 2), (2880, 22.5), (2944, 23)):
+        one = abstract(LAYOUT.name, WeightSpec("down", (64, columns), None, format)).values
+        assert one.shape[2] * one.shape[3] == 64 * 128 * format.element_bits / 8 * (units if halved else np.ceil(units))
 
 
 def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):

@@ -160,6 +160,14 @@ class Gemm:
         may = product.by_block and not product.elements.decoded and product.split_k == 1 and not config.resident_rows
         return may and config.tokens_may_be_a and product.staged(config) >= TILE
 
+    def half_stage(self, part: Int32[Array, ""]) -> Int32[Array, ""] | None:
+        """The stage of an item of a part of the columns, whose unit of 8-bit elements for this warpgroup is one of
+        which half is stored; another number than those of its stages if it has none, None if no item has one."""
+        if not self.product.ends_in_half or self.product.elements.decoded:
+            return None
+        stage, wk = divmod(self.product.units - 1, self.config.warpgroups_k)
+        return jnp.where(self.wk == wk, stage - part * self.share.item_stages, -1)
+
     def item(self, turn: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""], Int32[Array, ""]]:
         """The block, the first tile along the weight's rows and the part of the columns; past the end, of some item."""
         nth = jnp.clip(self.share.item(turn), 0, jnp.maximum(self.share.all_items, 1) - 1)
