@@ -5,9 +5,7 @@ All consumer warpgroups quantize a share of a GEMM's rows to global memory, and 
 while they are multiplied: other CTAs do not need them, and no producer copies them. This is done once for x, but again
 for each item for h; so with more than one row per warpgroup it would take too long.
 
-Quantization of h starts once all of its columns are written, which counters in global memory signal. Of a CTA one
-warpgroup reads such a counter, again and again, and the others, and the producer of rows, wait for it at a barrier in
-shared memory: the fewer threads read a counter, the sooner it counts.
+Quantization of h starts once all of its columns are written, which counters in global memory signal.
 """
 
 import jax
@@ -21,7 +19,6 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90 import counters
-from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Int32
 
 _COUNTERS = 4  # for each of two GEMMs: rows quantized, results written
@@ -53,9 +50,7 @@ def quantize_share(gemm: Gemm) -> None:
     @jax.named_scope("quantize")
     def _() -> None:
         step = _all_warpgroups(gemm)
-        if gemm.index:
-            with jax.named_scope("wait_for_results"):  # the first warpgroup has a row if any of the CTA's has one
-                _wait(gemm, _written(gemm.index - 1), jnp.int32(step), gemm.shared.results_barrier)
+        wait_for_results(gemm)
 
         @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
         def _(nth: Array) -> None:
@@ -64,20 +59,7 @@ def quantize_share(gemm: Gemm) -> None:
 
         counters.signal(gemm.counters, _quantized(gemm))
 
-    with jax.named_scope("wait_for_rows"):
-        quantizing = jnp.int32(min(num_rows, _all_warpgroups(gemm)))
-        _wait(gemm, _quantized(gemm), quantizing, gemm.shared.rows_barrier)
-
-
-def _wait(gemm: Gemm, index: Int32[Array, ""], value: Int32[Array, ""], barrier: Ref) -> None:
-    """Warpgroups, the first among them, wait until a counter is at least `value`."""
-
-    @pl.when(gemm.warpgroup == 0)
-    def _() -> None:
-        counters.wait(gemm.counters, index, value, warpgroup=True)
-        plgpu.barrier_arrive(barrier)
-
-    pl.when(gemm.warpgroup > 0)(lambda: plgpu.barrier_wait(barrier))
+    wait_for_rows(gemm, warpgroup=True)
 
 
 def quantize_resident_rows(
@@ -113,17 +95,18 @@ def _synchronize_consumers(gemm: Gemm, barrier: int) -> None:
     plgpu.barrier_wait(gemm.shared.resident_barriers.at[barrier])
 
 
-def wait_for_rows(gemm: Gemm) -> None:
-    """A producer warp waits until it may copy quantized rows."""
+def wait_for_rows(gemm: Gemm, *, warpgroup: bool = False) -> None:
+    """A warp waits until it may copy quantized rows, or a warpgroup until it may read their scales."""
+    quantizing = min(_unquantized(gemm).values.shape[0], _all_warpgroups(gemm))
     with jax.named_scope("wait_for_rows"):
-        plgpu.barrier_wait(gemm.shared.rows_barrier)
-        counters.order_copies()
+        counters.wait(gemm.counters, _quantized(gemm), jnp.int32(quantizing), warpgroup=warpgroup)
 
 
 def wait_for_results(gemm: Gemm) -> None:
-    """A warpgroup waits until all results of the GEMM before this one are written, whether others of its CTA do."""
-    with jax.named_scope("wait_for_results"):
-        counters.wait(gemm.counters, _written(gemm.index - 1), jnp.int32(_all_warpgroups(gemm)), warpgroup=True)
+    """A warpgroup waits until all results of the GEMM before this one are written."""
+    if gemm.index:
+        with jax.named_scope("wait_for_results"):
+            counters.wait(gemm.counters, _written(gemm.index - 1), jnp.int32(_all_warpgroups(gemm)), warpgroup=True)
 
 
 def signal_results(gemm: Gemm) -> None:

@@ -39,9 +39,7 @@ class SharedMemory(NamedTuple):
         partial_sums: of the reduction.
         full_barriers, empty_barriers: of the pipeline.
         turn_barriers: of two warpgroups that multiply alternately.
-        quantized_barrier: this CTA's share of the first GEMM's rows is quantized.
-        rows_barrier: all rows of a GEMM are quantized.
-        results_barrier: all results of the first GEMM are written.
+        quantized_barrier: the first GEMM's rows are quantized.
     """
 
     outs: Sequence[Ref]
@@ -54,8 +52,6 @@ class SharedMemory(NamedTuple):
     empty_barriers: Ref
     turn_barriers: Ref
     quantized_barrier: Ref
-    rows_barrier: Ref
-    results_barrier: Ref
 
     @classmethod
     def of(cls, products: Sequence[Product], config: Config) -> "SharedMemory":
@@ -92,8 +88,6 @@ class SharedMemory(NamedTuple):
             empty_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_consumers),
             turn_barriers=plgpu.Barrier(num_barriers=2, num_arrivals=1),
             quantized_barrier=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
-            rows_barrier=plgpu.Barrier() if fused else None,
-            results_barrier=plgpu.Barrier() if fused else None,
         )
 
 

@@ -28,16 +28,6 @@ def signal(counters: Ref, index: Int32[Array, ""]) -> None:
     body(counters, index)
 
 
-def order_copies() -> None:
-    """TMA copies that follow see what this thread knows to be written."""
-
-    @operation()
-    def body(_: Any) -> None:
-        utils.inline_ptx(_ORDER_COPIES, has_side_effects=True)
-
-    body()
-
-
 def wait(counters: Ref, index: Int32[Array, ""], value: Int32[Array, ""], *, warpgroup: bool = False) -> None:
     """A warp waits until counters[index] is at least `value`; then its TMA copies see what was written before.
 
