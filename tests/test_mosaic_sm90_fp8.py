@@ -458,13 +458,24 @@ def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, wa
     assert (config.block_n, config.warpgroups_m, config.split_k) == (block_n, warpgroups_m, split_k)
 
 
+@pytest.mark.parametrize("name", ["int8_channel", "fp8_channel"])
+def test_two_warpgroups_take_elements_of_8_bits_that_many_tokens_share(name):
+    found = {tokens: heuristic(shape_of(tokens, name)).warpgroups_m for tokens in (1, 17, 64, 256)}
+    assert found == {1: 3, 17: 2, 64: 2, 256: 2}
+    config = heuristic(shape_of(64, name))
+    assert (config.block_n, config.num_stages, config.fuse_quantize) == (16, 10, True)
+    assert heuristic(shape_of(64, "fp8_block", "fp8_token")).warpgroups_m == 4
+    assert {config.warpgroups_m for config in candidates(shape_of(64, name))} >= {2, 3, 4, 5}
+
+
 def test_the_pipeline_of_a_launch_that_quantizes_is_limited():
-    """136 KiB, or 112 where rows are kept, or 120 where columns are shared; but three steps of every warpgroup in any
-    case."""
+    """136 KiB, of 8-bit elements 160, or 112 where rows are kept, or 120 where columns are shared; but three steps of
+    every warpgroup in any case."""
     found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 16, 64) for name in TAKEN}
     for (_, name), config in found.items():
         size = config.num_warpgroups * unit_bytes(FORMATS[name])
         most = 112 if config.resident_rows else 120 if config.warpgroups_k > 1 else 136
+        most = 160 if most == 136 and FORMATS[name].element_bits == 8 else most
         assert config.num_stages <= max(3 * config.units, most * 1024 // size)
     assert [found[tokens, "mxfp4"].num_stages for tokens in (1, 4, 16, 64)] == [8, 6, 7, 8]
 

@@ -71,8 +71,11 @@ class WorkItem(NamedTuple):
     bias: Words | None
 
 
-def consume(gemm: Gemm) -> None:
-    """Computes all of the CTA's work items, after quantizing its share of the rows if that is part of the launch."""
+def consume(gemm: Gemm, following: Gemm | None) -> None:
+    """Computes all of the CTA's work items, after quantizing its share of the rows if that is part of the launch.
+
+    `following`: the GEMM that reads the results, if there is one.
+    """
     first = _prologue(gemm, jnp.int32(0))  # its loads are in flight during all that follows
     if gemm.unquantized is not None:
         if not gemm.config.resident_rows:
@@ -84,7 +87,8 @@ def consume(gemm: Gemm) -> None:
             pl.when(gemm.share.num_items > 0)(lambda: _quantize_resident_rows(gemm, first))
         if gemm.index == 0:
             plgpu.barrier_arrive(gemm.shared.quantized_barrier)
-    lax.fori_loop(0, gemm.share.num_items, partial(_compute, gemm), first)
+    early = following if following is not None and following.before is not None else None
+    lax.fori_loop(0, gemm.share.num_items, partial(_compute, gemm, early), first)
     plgpu.wait_smem_to_gmem(0)
     if gemm.unquantized is not None:
         fused_quantize.signal_results(gemm)
@@ -116,8 +120,14 @@ def _quantize_resident_rows(gemm: Gemm, item: WorkItem) -> None:
     fused_quantize.quantize_resident_rows(gemm, item.x_row, item.num_rows, item.part)
 
 
-def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
-    """Computes a work item; returns the next one, whose prologue has been issued."""
+def _compute(gemm: Gemm, early: Gemm | None, turn: Scalar, item: WorkItem) -> WorkItem:
+    """Computes a work item; returns the next one, whose prologue has been issued.
+
+    `early`: the GEMM whose early rows are quantized before the last items of this one, or None.
+    """
+    if early is not None:
+        fused_quantize.quantize_early(gemm, early, turn)
+    fused_quantize.wait_if_late(gemm, turn, warpgroup=True)
     following = _prologue(gemm, turn + 1)
     if gemm.config.resident_rows and gemm.product.inputs_are_results:
         _quantize_resident_rows(gemm, item)

@@ -105,6 +105,7 @@ class Gemm:
         shared: references to shared memory.
         counters: see `fused_quantize.new_counters`; None if rows are not quantized in this launch.
         index, last: this GEMM's number in the launch, and whether it is the last one.
+        before: the GEMM whose results are this one's rows, if most of these are quantized before its end; else None.
         cta, warpgroup: this thread's.
         config, num_rows: the launch's.
     """
@@ -120,6 +121,7 @@ class Gemm:
     counters: Ref
     index: int
     last: bool
+    before: "Gemm | None"
     cta: Int32[Array, ""]
     warpgroup: Int32[Array, ""]
     config: Config
@@ -135,6 +137,11 @@ class Gemm:
     @property
     def pipeline(self) -> Pipeline:
         return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
+
+    @property
+    def items_of_block(self) -> int:
+        """The number of items of each block."""
+        return _steps(self.product, self.config) * self.product.split_k
 
     @property
     def widths(self) -> tuple[int, ...]:
