@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,10 +44,12 @@ from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8, multiplies
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.decode import int4_slices
 from jmx.pallas.mosaic_sm90_fp8.elements import E2M1_EXPONENT, elements_of
+from jmx.pallas.mosaic_sm90_fp8.fused_quantize import _early_blocks
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, magnitudes, unit_bytes
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.pallas.sm90.gemm import Rows
+from jmx.pallas.sm90.scheduler import Share
 from jmx.selection import tuning
 from jmx.selection.problem import Problem
 
@@ -491,6 +494,22 @@ def test_warpgroups_share_columns_of_few_rows_where_there_are_many():
     found = [config for config in map(heuristic, many) if config.warpgroups_k > 1]
     assert len(found) == 11
     assert all(config.fuse_quantize for config in found)
+
+
+@pytest.mark.parametrize(("num_ctas", "items_of_block"), [(132, 45), (132, 23), (8, 3), (5, 7)])
+def test_no_item_of_early_rows_is_among_the_last_two_of_a_cta(num_ctas, items_of_block):
+    for blocks in (0, 1, 2, 5, 12, 32):
+        shares = [Share.of(Share.begin(jnp.int32(c)), blocks * items_of_block, 1, num_ctas) for c in range(num_ctas)]
+        before: Any = SimpleNamespace(share=shares[0], items_of_block=items_of_block)
+        early = int(_early_blocks(SimpleNamespace(before=before)))  # pyright: ignore[reportArgumentType]
+        late = [min(int(s.item(s.num_items - 2)), int(s.item(s.num_items - 1))) for s in shares if s.num_items > 1]
+        late += [int(s.first_item) for s in shares if s.num_items == 1]
+        assert 0 <= early <= blocks
+        assert all(item >= early * items_of_block for item in late)
+        if early:  # all CTAs take part: each signals, and each quantizes a share
+            assert all(s.num_items > 2 for s in shares)
+    assert early > 0
+    assert _early_blocks(SimpleNamespace(before=None)) == 0  # pyright: ignore[reportArgumentType]
 
 
 def test_few_rows_are_quantized_in_the_launch_that_multiplies_them():
