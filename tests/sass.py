@@ -50,7 +50,6 @@ class Instruction(NamedTuple):
 def parse(text: str) -> list[Instruction]:
     """One kernel. ValueError where it jumps in a way that is not followed here."""
     labels: dict[str, int] = {}
-    meetings: dict[str, list[str]] = {}  # where BSYNC goes: to the label that a BSSY of its barrier has named
     lines: list[tuple[str, str, str, tuple[str, ...], Control | None]] = []
     every = text.splitlines()
     for line, below in zip(every, [*every[1:], ""], strict=True):
@@ -59,15 +58,11 @@ def parse(text: str) -> list[Instruction]:
         elif found := _LINE.match(line):
             address, guard, opcode, rest = found.groups(default="")
             lines.append((address, guard, opcode, tuple(rest.strip().split(", ")), _control(line, below)))
-            if opcode == "BSSY":
-                meetings.setdefault(lines[-1][3][0], []).extend(_TARGET.findall(rest))
     program = []
     for number, (address, guard, opcode, operands, control) in enumerate(lines):
         said = f"{address}: {guard}{opcode} {', '.join(operands)}"
         targets = _TARGET.findall(said)
-        if opcode == "BSYNC":
-            targets = meetings[operands[0]]
-        elif opcode in ("BSSY", "WARPSYNC.COLLECTIVE"):  # these go on
+        if opcode in ("BSSY", "BSYNC", "WARPSYNC.COLLECTIVE"):  # these go on; `_meet` adds where BSYNC goes
             targets = []
         elif opcode.startswith(_OTHER_JUMPS) or bool(targets) != opcode.startswith(("BRA", "CALL")):
             raise ValueError(f"{said!r}: this jump is not followed")
@@ -76,6 +71,33 @@ def parse(text: str) -> list[Instruction]:
         following = [number + 1] if goes_on and number + 1 < len(lines) else []
         following += [labels[target] for target in targets]
         program.append(Instruction(said, opcode, operands, tuple(following), control))
+    return _meet(program, labels)
+
+
+def _meet(program: list[Instruction], labels: dict[str, int]) -> list[Instruction]:
+    """`program` with what follows each BSYNC: the label that was named by a BSSY of its barrier, the last one on some
+    path. ValueError where a barrier is written otherwise."""
+    named: list[dict[str, set[int]]] = [{} for _ in program]  # of each barrier, before each instruction
+    program, todo, reached = [*program], [0], {0}
+    while todo:
+        number = todo.pop()
+        instruction, after = program[number], {barrier: {*at} for barrier, at in named[number].items()}
+        barrier = instruction.operands[0]
+        if instruction.opcode == "BSSY":
+            after[barrier] = {labels[target] for target in _TARGET.findall(instruction.text)}
+        elif instruction.opcode == "BSYNC":
+            goes_on = tuple(n for n in instruction.following if n == number + 1)
+            met = after.get(barrier, set())
+            instruction = program[number] = instruction._replace(following=(*goes_on, *sorted(met)))
+        elif instruction.opcode.startswith("BMOV") and barrier.startswith("B"):
+            raise ValueError(f"{instruction.text!r}: this barrier is not followed")
+        for next_ in instruction.following:
+            known = named[next_]
+            grown = {one: known.get(one, set()) | at for one, at in after.items()}
+            if next_ not in reached or any(grown[one] != known.get(one) for one in grown):
+                known.update(grown)
+                reached.add(next_)
+                todo.append(next_)
     return program
 
 

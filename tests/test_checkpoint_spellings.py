@@ -238,6 +238,29 @@ def test_quantized_experts_are_requantized(tmp_path, name):
     assert after.quantization.scheme("model.layers.0.mlp.gate") is None
 
 
+@pytest.mark.parametrize("name", ["quark_gpt_oss_fp8", "modelopt_gpt_oss"])
+def test_quantized_experts_in_tensors_of_gate_and_up_are_requantized(tmp_path, name):
+    arrays, config = golden(name)
+    report = quantizing.convert(write(tmp_path / "in", arrays, config), tmp_path / "out", "int8_channel")
+    assert 0 < report.total()["gate"].relative_error < 0.02
+    before = compressed_tensors.Reader(tmp_path / "in", "interleaved").experts(LAYER, "packed", inputs=False)
+    after = compressed_tensors.Reader(tmp_path / "out").experts(LAYER, "packed")
+    assert (before.gate_up_order, after.gate_up_order) == ("interleaved", "concatenated")
+
+    def concatenated(rows):
+        return np.concatenate([rows[:, ::2], rows[:, 1::2]], axis=1)
+
+    for which, (ours, theirs) in enumerate(zip(*(e.dequantize(np.float32) for e in (after, before)), strict=True)):
+        expected = np.asarray(theirs) if which else concatenated(np.asarray(theirs))
+        assert np.linalg.norm(ours - expected) < 0.02 * np.linalg.norm(expected)
+    np.testing.assert_array_equal(after.gate_up_bias, concatenated(np.asarray(before.gate_up_bias)))
+    np.testing.assert_array_equal(after.down_bias, before.down_bias)
+    other = write(tmp_path / "other", arrays, config | {"model_type": "unheard_of"})
+    with pytest.raises(CheckpointError, match=r"holds gate and up, in an order .* `model_type` gpt_oss.*'unheard_of'"):
+        quantizing.convert(other, tmp_path / "never", "int8_channel")
+    assert not (tmp_path / "never").exists()
+
+
 def test_what_cannot_be_requantized_is_named(tmp_path):
     arrays, config = golden("gptq_g32_asym_order")
     moved, outside = f"{LAYER}.0.up_proj", "model.layers.1.self_attn.o_proj"

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -37,17 +38,19 @@ from jmx.backends import registered_backends, resolve_layout
 from jmx.numerics import formats, input_formats
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.numerics.layouts import WeightSpec
+from jmx.numerics.layouts import WeightSpec, abstract
 from jmx.numerics.quantization import random
-from jmx.pallas.mosaic_sm90_fp8 import integer_sums
+from jmx.pallas.mosaic_sm90_fp8 import integer_sums, wgmma
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8, multiplies
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.decode import int4_slices
 from jmx.pallas.mosaic_sm90_fp8.elements import E2M1_EXPONENT, elements_of
+from jmx.pallas.mosaic_sm90_fp8.fused_quantize import _early_blocks
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, magnitudes, unit_bytes
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.pallas.sm90.gemm import Rows
+from jmx.pallas.sm90.scheduler import Share
 from jmx.selection import tuning
 from jmx.selection.problem import Problem
 
@@ -55,23 +58,24 @@ HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
 BLOCKS: dict[str, Any] = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
 ODD: dict[str, Any] = {"hidden": 160, "intermediate": 224}
+HALVES: dict[str, Any] = {"hidden": 320, "intermediate": 160}  # half of each row's last unit is stored
 TAKEN = LAYOUT.formats or ()
 MULTIPLIED = [(name, inputs) for name in TAKEN for inputs in INPUTS if multiplies(FORMATS[name], inputs)]
 PAIRS = [
-    ("mxfp4", "fp8_token", ODD),
+    ("mxfp4", "fp8_token", HALVES),
     ("mxfp4", "fp8_static", ODD),
     ("mxfp4", "fp8_block", BLOCKS),
     ("fp8_tensor", "fp8_static", ODD),
     ("fp8_tensor", "fp8_tensor", ODD),
-    ("fp8_channel", "fp8_token", ODD),
+    ("fp8_channel", "fp8_token", HALVES),
     ("fp8_block", "fp8_block", BLOCKS),
     ("fp8_block", "fp8_token", ODD),
     ("int4_channel", "fp8_static", ODD),
-    ("int4_channel", "int8_token", ODD),
+    ("int4_channel", "int8_token", HALVES),
     ("int4_g128", "fp8_token", BLOCKS),
     ("int4_g128", "fp8_block", BLOCKS),
     ("int4_g256", "int8_token", {"hidden": 256, "intermediate": 512}),
-    ("int8_channel", "int8_token", ODD),
+    ("int8_channel", "int8_token", HALVES),
     ("int8_g128", "int8_token", BLOCKS),
 ]
 
@@ -194,6 +198,8 @@ def test_each_thread_finds_its_codes_where_the_docstring_says(name, rng):
     q, spec = weight(rng, name, shape, 1), WeightSpec("down", shape, None, FORMATS[name])
     q = q._replace(values=jnp.asarray(rng.integers(0, 256, q.values.shape, np.uint8)))
     held = np.asarray(LAYOUT.forward(q, spec).values)[0]
+    assert held.shape == (1, 16 + 8, 256)  # 32 columns of the second unit are the weight's: half of it
+    held = np.pad(held, ((0, 0), (0, 8), (0, 0)))  # by TMA
     codes = np.asarray(q.values)[0]
     codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(shape)
     codes = np.pad(codes, ((0, 0), (0, 96)))
@@ -241,9 +247,9 @@ def test_what_the_tensor_cores_get_of_int4_is_the_weight(name, inputs, rng):
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block", "int8_channel", "int8_g128"])
 def test_units_of_8_bits_are_rows_as_they_are_gate_and_up_in_turns(name, rng):
-    gated, plain = (192, 160), (96, 160)
+    gated, plain = (192, 224), (96, 224)
     q, spec = weight(rng, name, gated, 1), WeightSpec("gate_up", gated, "concatenated", FORMATS[name])
-    values = np.pad(np.asarray(q.values)[0], ((0, 0), (0, 96)))
+    values = np.pad(np.asarray(q.values)[0], ((0, 0), (0, 32)))
     held = np.asarray(LAYOUT.forward(q, spec).values)[0].reshape(4, 2, 64, 128)  # 96 gates are padded to 128
     for tile, unit, row in np.ndindex(3, 2, 64):
         of_both = 32 * tile + 8 * (row // 16) + row % 8
@@ -252,7 +258,38 @@ def test_units_of_8_bits_are_rows_as_they_are_gate_and_up_in_turns(name, rng):
     assert not held[3].any()
     q, spec = weight(rng, name, plain, 1), WeightSpec("down", plain, None, FORMATS[name])
     held = np.asarray(LAYOUT.forward(q, spec).values)[0].reshape(2, 2, 64, 128).swapaxes(1, 2).reshape(128, 256)
-    np.testing.assert_array_equal(held, np.pad(np.asarray(q.values)[0], ((0, 32), (0, 96))))
+    np.testing.assert_array_equal(held, np.pad(np.asarray(q.values)[0], ((0, 32), (0, 32))))
+
+
+@pytest.mark.parametrize("columns", [129, 160, 192])
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "int8_channel"])
+def test_a_half_of_a_unit_is_what_wgmma_reads_with_its_own_swizzle(name, columns, rng):
+    """From bytes alone, as PTX defines both swizzles: TMA's of 128 bytes on the way in, the descriptor's of 64."""
+    q, spec = weight(rng, name, (64, columns), 1), WeightSpec("down", (64, columns), None, FORMATS[name])
+    memory = np.asarray(LAYOUT.forward(q, spec).values)[0, 0]
+    assert memory.shape == (64 + 32, 128)
+    box = np.pad(memory[64:], ((0, 32), (0, 0))).reshape(-1)  # past the end of the array TMA writes zeros
+    place = np.arange(box.size)
+    shared = np.empty_like(box)
+    shared[place ^ (place >> 7 & 7) << 4] = box
+    upper = wgmma._HALF_UNIT & 0xFFFFFFFF
+    assert upper >> 30 == 2  # of 64 bytes
+    eight_rows, second = (upper & 0x3FFF) << 4, wgmma._HALF_BYTES << 4
+    row, column = np.ogrid[:64, :64]
+    place = row // 8 * eight_rows + row % 8 * 64 + column
+    halves = [shared[first + (place ^ (place >> 7 & 3) << 4)] for first in (0, second)]
+    expected = np.pad(np.asarray(q.values)[0, :, 128:], ((0, 0), (0, 256 - columns)))
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), expected)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_columns_that_no_weight_has_are_not_stored_by_the_half(name):
+    """Up to 64 of 128; but not of the only unit, nor where scales belong to units."""
+    format = FORMATS[name]
+    halved = format.block_size < 128
+    for columns, units in ((32, 1), (128, 1), (192, 1.5), (224, 2), (256, 2), (2880, 22.5), (2944, 23)):
+        one = abstract(LAYOUT.name, WeightSpec("down", (64, columns), None, format)).values
+        assert one.shape[2] * one.shape[3] == 64 * 128 * format.element_bits / 8 * (units if halved else np.ceil(units))
 
 
 def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):
@@ -420,13 +457,24 @@ def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, wa
     assert (config.block_n, config.warpgroups_m, config.split_k) == (block_n, warpgroups_m, split_k)
 
 
+@pytest.mark.parametrize("name", ["int8_channel", "fp8_channel"])
+def test_two_warpgroups_take_elements_of_8_bits_that_many_tokens_share(name):
+    found = {tokens: heuristic(shape_of(tokens, name)).warpgroups_m for tokens in (1, 17, 64, 256)}
+    assert found == {1: 3, 17: 2, 64: 2, 256: 2}
+    config = heuristic(shape_of(64, name))
+    assert (config.block_n, config.num_stages, config.fuse_quantize) == (16, 10, True)
+    assert heuristic(shape_of(64, "fp8_block", "fp8_token")).warpgroups_m == 4
+    assert {config.warpgroups_m for config in candidates(shape_of(64, name))} >= {2, 3, 4, 5}
+
+
 def test_the_pipeline_of_a_launch_that_quantizes_is_limited():
-    """136 KiB, or 112 where rows are kept, or 120 where columns are shared; but three steps of every warpgroup in any
-    case."""
+    """136 KiB, of 8-bit elements 160, or 112 where rows are kept, or 120 where columns are shared; but three steps of
+    every warpgroup in any case."""
     found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 16, 64) for name in TAKEN}
     for (_, name), config in found.items():
         size = config.num_warpgroups * unit_bytes(FORMATS[name])
         most = 112 if config.resident_rows else 120 if config.warpgroups_k > 1 else 136
+        most = 160 if most == 136 and FORMATS[name].element_bits == 8 else most
         assert config.num_stages <= max(3 * config.units, most * 1024 // size)
     assert [found[tokens, "mxfp4"].num_stages for tokens in (1, 4, 16, 64)] == [8, 6, 7, 8]
 
@@ -442,6 +490,22 @@ def test_warpgroups_share_columns_of_few_rows_where_there_are_many():
     found = [config for config in map(heuristic, many) if config.warpgroups_k > 1]
     assert len(found) == 11
     assert all(config.fuse_quantize for config in found)
+
+
+@pytest.mark.parametrize(("num_ctas", "items_of_block"), [(132, 45), (132, 23), (8, 3), (5, 7)])
+def test_no_item_of_early_rows_is_among_the_last_two_of_a_cta(num_ctas, items_of_block):
+    for blocks in (0, 1, 2, 5, 12, 32):
+        shares = [Share.of(Share.begin(jnp.int32(c)), blocks * items_of_block, 1, num_ctas) for c in range(num_ctas)]
+        before: Any = SimpleNamespace(share=shares[0], items_of_block=items_of_block)
+        early = int(_early_blocks(SimpleNamespace(before=before)))  # pyright: ignore[reportArgumentType]
+        late = [min(int(s.item(s.num_items - 2)), int(s.item(s.num_items - 1))) for s in shares if s.num_items > 1]
+        late += [int(s.first_item) for s in shares if s.num_items == 1]
+        assert 0 <= early <= blocks
+        assert all(item >= early * items_of_block for item in late)
+        if early:  # all CTAs take part: each signals, and each quantizes a share
+            assert all(s.num_items > 2 for s in shares)
+    assert early > 0
+    assert _early_blocks(SimpleNamespace(before=None)) == 0  # pyright: ignore[reportArgumentType]
 
 
 def test_few_rows_are_quantized_in_the_launch_that_multiplies_them():

@@ -76,6 +76,20 @@ def test_threads_that_diverge_meet_again_at_their_barrier():
     assert len(hazards(parse(lines(wgmma, *parted, "MOV R42, R1", WAIT, "EXIT")))) == 1
 
 
+def test_a_barrier_leads_where_it_was_last_named():
+    """Both arms use one barrier, and neither goes on in the other one; but where either may have been named."""
+    arms = [
+        (f"BSSY B0, `(.L_x_{n})", "NOP", "BSYNC B0", "EXIT", f".L_x_{n}:", f"MOV R{n}, R1", "EXIT") for n in (20, 90)
+    ]
+    limits = ("USETMAXREG.ALLOC.CTAPOOL 0x68", "USETMAXREG.DEALLOC.CTAPOOL 0x28")
+    text = lines("@P1 BRA `(.L_x_1)", limits[0], *arms[1], ".L_x_1:", limits[1], *arms[0])
+    assert register_limits(parse(text)) == [(104, 91), (40, 21)]
+    either = text.replace("@P1 BRA", "BSSY B0, `(.L_x_90) ;\n/*00ff*/ @P1 BRA").replace(
+        "BSSY B0, `(.L_x_20) ;", "NOP ;"
+    )
+    assert register_limits(parse(either)) == [(104, 91), (40, 91)]
+
+
 def test_a_wait_may_let_the_latest_groups_run_on():
     text = lines(
         "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0",

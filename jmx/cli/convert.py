@@ -11,8 +11,9 @@ def add(command: Parser) -> None:
     command.add_argument(
         "source",
         metavar="IN",
-        help="directory of a gpt-oss checkpoint, in any form; with --quantize, of one whose experts are floats: "
-        "gpt-oss, or any model with experts in separate tensors, such as Mixtral, Qwen-MoE and DeepSeek",
+        help="directory of a gpt-oss checkpoint, in any form; with --quantize, of one whose experts are floats, or "
+        "quantized as compressed-tensors and others do: gpt-oss, or any model with experts in separate tensors, such "
+        "as Mixtral, Qwen-MoE and DeepSeek",
     )
     command.add_argument(
         "target",

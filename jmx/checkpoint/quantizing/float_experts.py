@@ -105,21 +105,22 @@ class Matrix:
         if self.expert is None:
             return whole
         matrix = whole[self.expert]
-        return np.ascontiguousarray((matrix.T if self.layout.transposed else matrix)[self._rows])
+        return np.ascontiguousarray((matrix.T if self.layout.transposed else matrix)[self.rows])
 
     def read_bias(self) -> Float[np.ndarray, " N"] | None:
         """The bias, or None."""
         if self.bias is None:
             return None
         whole = self.bias.view()
-        return whole if self.expert is None else np.ascontiguousarray(whole[self.expert][self._rows])
+        return whole if self.expert is None else np.ascontiguousarray(whole[self.expert][self.rows])
 
     def tensors(self) -> list[Tensor]:
         """The tensors that hold it."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     @property
-    def _rows(self) -> slice:
+    def rows(self) -> slice:
+        """Its rows among those of a tensor of gate and up."""
         if self.part == "down":
             return slice(None)
         if self.layout.interleaved:
@@ -242,15 +243,20 @@ def _apart(directory: Path, name: str, found: Mapping[int, Mapping[str, Mapping[
     return layer
 
 
-def _fused(name: str, tensors: Mapping[str, Tensor], model_type: Any) -> Layer:
-    first = next(iter(tensors.values()))
+def fused_layout(tensor: Tensor, what: str, model_type: Any) -> FusedLayout:
+    """The order in a model's tensors of all experts. CheckpointError if it is not known; `what` the tensor holds."""
     if not isinstance(model_type, str) or model_type not in FUSED:
         raise CheckpointError(
-            first.file,
-            f"tensor {first.name!r} holds all experts, in an order that files do not record; it is known for "
+            tensor.file,
+            f"tensor {tensor.name!r} holds {what}, in an order that files do not record; it is known for "
             f"`model_type` {', '.join(FUSED)}, and not for {model_type!r}",
         )
-    layout = FUSED[model_type]
+    return FUSED[model_type]
+
+
+def _fused(name: str, tensors: Mapping[str, Tensor], model_type: Any) -> Layer:
+    first = next(iter(tensors.values()))
+    layout = fused_layout(first, "all experts", model_type)
     known = {*_FUSED, *(f"{projection}_bias" for projection in _FUSED if layout.biased)}
     for last, tensor in tensors.items():
         if last not in known:

@@ -5,7 +5,7 @@ modules outside experts keep their bits, under the names of compressed-tensors.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from jmx.checkpoint.compressed_tensors.config import GLOBAL, INPUTS, Scheme
 from jmx.checkpoint.compressed_tensors.layers import find_modules
 from jmx.checkpoint.compressed_tensors.module import FloatModule
 from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
-from jmx.checkpoint.quantizing.float_experts import PARTS, Layer, Matrix
+from jmx.checkpoint.quantizing.float_experts import PARTS, FusedLayout, Layer, Matrix, fused_layout
 from jmx.checkpoint.quantizing.output_forms import storage_of
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Output, Tensor
 from jmx.numerics.quantization import dequantize
@@ -30,21 +30,31 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class QuantizedMatrix(Matrix):
-    """A projection of an expert that files hold quantized, in `source`."""
+    """A projection of an expert that files hold quantized, in `source`.
 
-    source: Any = None  # a Module; as a dataclass's field after others that have defaults
+    Args:
+        source: a Module; as a dataclass's field after others that have defaults.
+        together: whether that has the rows of gate and up, in the order of `layout`.
+    """
+
+    source: Any = None
+    together: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.source.shape
+        rows, columns = self.source.shape
+        return rows // (2 if self.together else 1), columns
 
     def read(self) -> Float[np.ndarray, "N K"]:
         """The weight, dequantized to float32."""
         weight = jax.tree.map(jnp.asarray, self.source.weight())
-        return np.asarray(dequantize(weight, jnp.float32, self.source.format))
+        return self._mine(np.asarray(dequantize(weight, jnp.float32, self.source.format)))
 
     def read_bias(self) -> Float[np.ndarray, " N"] | None:
-        return self.source.array("bias") if "bias" in self.source.pieces else None
+        return self._mine(self.source.array("bias")) if "bias" in self.source.pieces else None
+
+    def _mine(self, rows: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "N ..."]:
+        return np.ascontiguousarray(rows[self.rows]) if self.together else rows
 
     def tensors(self) -> list[Tensor]:
         return [piece.tensor for piece in self.source.pieces.values()]
@@ -56,24 +66,25 @@ class Source(compressed_tensors.Reader):
     _find = staticmethod(find_modules)
 
 
-def find_layers(reader: Source) -> list[Layer]:
-    """The layers of quantized experts as those of float ones.
+def find_layers(reader: Source, model_type: Any) -> list[Layer]:
+    """The layers of quantized experts as those of float ones. `model_type`: the config's.
 
     Raises:
-        CheckpointError: tensors that hold gate and up, or all experts, together.
+        CheckpointError: tensors hold gate and up together, in an order that is not known for that model.
     """
     layers = []
     for name, layer in reader.layers.items():
         parts = PARTS if layer.gate_up_order is not None else PARTS[1:]
         experts = []
-        for gate_up, down in zip(layer.modules["gate_up"], layer.modules["down"], strict=True):
+        for nth, (gate_up, down) in enumerate(zip(layer.modules["gate_up"], layer.modules["down"], strict=True)):
             modules = (*gate_up, *down)
-            if len(modules) != len(parts) or any(p.expert is not None for m in modules for p in m.pieces.values()):
-                raise CheckpointError(
-                    modules[0].file,
-                    f"experts of {name!r} must be in separate tensors, gate and up too, to be requantized",
-                )
-            experts.append({p: _matrix(m, name, p) for p, m in zip(parts, modules, strict=True)})
+            if len(modules) == len(parts):
+                experts.append({p: _matrix(m, name, p) for p, m in zip(parts, modules, strict=True)})
+                continue
+            layout = fused_layout(_weight(gate_up[0]), "gate and up", model_type)
+            of_part = {"gate": gate_up[0], "up": gate_up[0], "down": down[0]}
+            matrices = {part: _matrix(module, name, part) for part, module in of_part.items()}
+            experts.append({p: _part_of(m, f"{name}.{nth}.{p}_proj", layout) for p, m in matrices.items()})
         layers.append(Layer(name, tuple(experts), fused=False))
     return layers
 
@@ -81,8 +92,21 @@ def find_layers(reader: Source) -> list[Layer]:
 def _matrix(module: Module | FloatModule, layer: str, part: str) -> Matrix:
     bias = module.pieces["bias"].tensor if "bias" in module.pieces else None
     if isinstance(module, FloatModule):
-        return Matrix(module.name, layer, part, module.pieces["weight"].tensor, bias)
-    return QuantizedMatrix(module.name, layer, part, module.sources("values")[0].tensor, bias, source=module)
+        return Matrix(module.name, layer, part, _weight(module), bias)
+    return QuantizedMatrix(module.name, layer, part, _weight(module), bias, source=module)
+
+
+def _part_of(matrix: Matrix, name: str, layout: FusedLayout) -> Matrix:
+    """`matrix`, of which gate and up are together in a tensor, under the name of its own part."""
+    if not isinstance(matrix, QuantizedMatrix):
+        raise CheckpointError(
+            matrix.weight.file, f"tensor {matrix.weight.name!r} is in floats, among quantized ones of gate and up"
+        )
+    return replace(matrix, module=name, layout=layout, together=matrix.part != "down")
+
+
+def _weight(module: Module | FloatModule) -> Tensor:
+    return module.pieces["weight"].tensor if isinstance(module, FloatModule) else module.sources("values")[0].tensor
 
 
 def kept_modules(reader: compressed_tensors.Reader) -> dict[str, Module]:

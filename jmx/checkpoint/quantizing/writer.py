@@ -61,8 +61,8 @@ def convert(
     Hugging Face form of gpt-oss if that is the model and `format` is MXFP4; config.json states which.
 
     Args:
-        src: a directory of safetensors files: experts in separate tensors (Mixtral, Qwen-MoE, DeepSeek ...), or gpt-oss
-            in floats.
+        src: a directory of safetensors files: experts in separate tensors (Mixtral, Qwen-MoE, DeepSeek ...), or in
+            tensors of all experts, of a model whose order of rows is known; in floats, or quantized.
         dst: must not exist, unless `overwrite`. It appears when it is complete; a failure leaves nothing behind.
         format: a format in `WRITABLE`, or its name.
         report: a file for the errors, as JSON. Like `dst`, it must not exist, unless `overwrite`.
@@ -138,7 +138,7 @@ def _read_quantized(directory: Path, config: dict[str, Any]) -> tuple[list[Layer
         if isinstance(entries, dict):
             for key in KEYS:
                 entries.pop(key, None)
-    return quantized_source.find_layers(source), quantized_source.kept_modules(source)
+    return quantized_source.find_layers(source, config.get("model_type")), quantized_source.kept_modules(source)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

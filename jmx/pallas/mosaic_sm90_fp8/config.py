@@ -30,6 +30,7 @@ _MIN_BLOCK = 1.25  # rows of a block, in average rows of an expert, if it is mad
 _WHOLE_BLOCKS = 2  # blocks of an expert, on average, from which on all but the last are whole
 # Bytes of weights in the pipeline of a launch that quantizes rows: with more, reads and signals of rows wait longer.
 _PIPELINE_BYTES = 136 << 10
+_PIPELINE_BYTES_WHOLE = 160 << 10  # the same of 8-bit elements, which are read as they are
 _PIPELINE_BYTES_RESIDENT = 112 << 10  # the same with resident rows, which every SM loads
 _PIPELINE_BYTES_SHARED = 120 << 10  # the same where warpgroups share columns
 _MIN_PIPELINE_STEPS = 3  # steps of a warpgroup that such a pipeline holds in any case
@@ -276,6 +277,12 @@ class Shape(NamedTuple):
         return few and not self.by_block and min(self.units) >= _SHARING_MIN_UNITS
 
     @property
+    def takes_pairs_of_tiles(self) -> bool:
+        """Whether two warpgroups are fastest, of any number: items of two tiles are divided more evenly than larger
+        ones, and 8-bit elements with scales of whole rows need no more warpgroups to multiply them."""
+        return not (self.decoded or self.by_block) and self.num_tokens >= _SHARING_TOKENS.stop
+
+    @property
     def experts_in_use(self) -> int:
         """The expected number with random routing."""
         idle = (1 - self.top_k / self.num_experts) ** self.num_tokens
@@ -291,7 +298,8 @@ def deepest(shape: Shape, config: Config) -> Config:
     """`config` with as many stages as fit, or as are useful. ValueError if not even its `units` of them fit."""
     most = MAX_STAGES
     if config.fuse_quantize:
-        pipeline_bytes = _PIPELINE_BYTES_SHARED if config.warpgroups_k > 1 else _PIPELINE_BYTES
+        pipeline_bytes = _PIPELINE_BYTES if shape.decoded else _PIPELINE_BYTES_WHOLE
+        pipeline_bytes = _PIPELINE_BYTES_SHARED if config.warpgroups_k > 1 else pipeline_bytes
         pipeline_bytes = _PIPELINE_BYTES_RESIDENT if config.resident_rows else pipeline_bytes
         stage_bytes = config.num_warpgroups * shape.unit_bytes
         most = min(most, max(pipeline_bytes // stage_bytes, _MIN_PIPELINE_STEPS * config.units))
@@ -315,6 +323,8 @@ def heuristic(shape: Shape) -> Config:
         for shallow in _choices(shape)
         if shallow.block_n == shape.block_n or shallow.block_n >= _MIN_BLOCK * shape.rows
     ]
+    if shape.takes_pairs_of_tiles:
+        choices = [shallow for shallow in choices if shallow.warpgroups_m == 2]
     config = _fused(shape, min(choices, key=partial(_cost, shape)))
     if not config.fuse_quantize or config.resident_rows or not shape.columns_pay_to_share:
         return config

@@ -30,10 +30,22 @@ from jmx.util.typing import Array, Bool, Float32, Int32, Num
 
 Scalar = Int32[Array, ""]
 Words = tuple[Int32[Array, "128"], Int32[Array, "128"]]  # one of each thread, for its first and its second row
-Slots = tuple[Scalar, Scalar]  # of a unit's weights and of its rows; these are equal unless rows are resident
 Totals = tuple[Num[Array, "64 n"], ...]  # float32, or int32 where they are the tensor cores' own sums of integers
 _FEW_COLUMNS = 64  # up to which scales are held in registers during the mainloop
 _MANY_TOKENS = 96  # rows of a block, above which tokens may be operand A
+
+
+class Slots(NamedTuple):
+    """Where a warpgroup's unit is.
+
+    Args:
+        weights, rows: its slots; these are equal unless rows are resident.
+        halved: see `wgmma.Unit`.
+    """
+
+    weights: Scalar
+    rows: Scalar
+    halved: Scalar | None
 
 
 class WorkItem(NamedTuple):
@@ -59,8 +71,11 @@ class WorkItem(NamedTuple):
     bias: Words | None
 
 
-def consume(gemm: Gemm) -> None:
-    """Computes all of the CTA's work items, after quantizing its share of the rows if that is part of the launch."""
+def consume(gemm: Gemm, following: Gemm | None) -> None:
+    """Computes all of the CTA's work items, after quantizing its share of the rows if that is part of the launch.
+
+    `following`: the GEMM that reads the results, if there is one.
+    """
     first = _prologue(gemm, jnp.int32(0))  # its loads are in flight during all that follows
     if gemm.unquantized is not None:
         if not gemm.config.resident_rows:
@@ -72,7 +87,8 @@ def consume(gemm: Gemm) -> None:
             pl.when(gemm.share.num_items > 0)(lambda: _quantize_resident_rows(gemm, first))
         if gemm.index == 0:
             plgpu.barrier_arrive(gemm.shared.quantized_barrier)
-    lax.fori_loop(0, gemm.share.num_items, partial(_compute, gemm), first)
+    early = following if following is not None and following.before is not None else None
+    lax.fori_loop(0, gemm.share.num_items, partial(_compute, gemm, early), first)
     plgpu.wait_smem_to_gmem(0)
     if gemm.unquantized is not None:
         fused_quantize.signal_results(gemm)
@@ -104,8 +120,14 @@ def _quantize_resident_rows(gemm: Gemm, item: WorkItem) -> None:
     fused_quantize.quantize_resident_rows(gemm, item.x_row, item.num_rows, item.part)
 
 
-def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
-    """Computes a work item; returns the next one, whose prologue has been issued."""
+def _compute(gemm: Gemm, early: Gemm | None, turn: Scalar, item: WorkItem) -> WorkItem:
+    """Computes a work item; returns the next one, whose prologue has been issued.
+
+    `early`: the GEMM whose early rows are quantized before the last items of this one, or None.
+    """
+    if early is not None:
+        fused_quantize.quantize_early(gemm, early, turn)
+    fused_quantize.wait_if_late(gemm, turn, warpgroup=True)
     following = _prologue(gemm, turn + 1)
     if gemm.config.resident_rows and gemm.product.inputs_are_results:
         _quantize_resident_rows(gemm, item)
@@ -123,6 +145,7 @@ def _compute(gemm: Gemm, turn: Scalar, item: WorkItem) -> WorkItem:
 def _add_units[T](
     gemm: Gemm,
     turn: Scalar,
+    part: Scalar,
     zeros: T,
     add: Callable[[T, list[Slots]], T],
     at_once: int,
@@ -134,6 +157,7 @@ def _add_units[T](
     after how many stages, a multiple of `at_once`, there is a new loop, and what is done with totals before it.
     """
     pipeline, config, stages = gemm.pipeline, gemm.config, gemm.share.item_stages
+    half_stage = gemm.half_stage(part)
 
     def step(count: int, nth: Scalar, carry: tuple[T, Scalar]) -> tuple[T, Scalar]:
         totals, slot = carry
@@ -142,11 +166,10 @@ def _add_units[T](
             slots.append(pipeline.next_slot(slots[-1]))
         for slot in slots:  # all of them first: no branch may occur while products are in flight
             pipeline.wait(slot)
-        if config.resident_rows:
-            row_slots = [nth * at_once + i for i in range(count)]
-        else:
-            row_slots = [slot * config.warpgroups_k + gemm.wk for slot in slots]
-        return add(totals, [*zip(slots, row_slots, strict=True)]), pipeline.next_slot(slots[-1])
+        numbers = [nth * at_once + i for i in range(count)]
+        row_slots = numbers if config.resident_rows else [slot * config.warpgroups_k + gemm.wk for slot in slots]
+        halved = [None if half_stage is None else (number == half_stage).astype(jnp.int32) for number in numbers]
+        return add(totals, [*map(Slots, slots, row_slots, halved)]), pipeline.next_slot(slots[-1])
 
     size, restart = (stages, None) if between is None else between
     carry = zeros, pipeline.first_slot(gemm.share, turn)
@@ -166,15 +189,16 @@ def _zeros(n: int, dtype: Any = jnp.float32) -> Num[Array, "64 n"]:
     return plgpu.layout_cast(jnp.zeros((TILE, n), dtype), plgpu.Layout.WGMMA)
 
 
-def _unit(gemm: Gemm, width: int, slots: Slots) -> Stage:
+def _unit(gemm: Gemm, width: int, slots: Slots) -> wgmma.Unit:
     """This warpgroup's unit of a stage, and its first `width` rows."""
-    (slot, row_slot), stages, size = slots, gemm.shared.stages, value_rows(gemm.product.format)
+    (slot, row_slot, halved), stages, size = slots, gemm.shared.stages, value_rows(gemm.product.format)
     wm, wk = gemm.wm, gemm.wk
-    return Stage(
+    return wgmma.Unit(
         values=stages.values.at[slot, wm, pl.ds(wk * size, size)],
         scales=None if stages.scales is None else stages.scales.at[slot, wm, wk],
         x=stages.x.at[row_slot, pl.ds(0, width)],
         x_scales=None if stages.x_scales is None else stages.x_scales.at[row_slot, 0, pl.ds(0, width)],
+        halved=halved,
     )
 
 
@@ -187,25 +211,25 @@ def _adder(gemm: Gemm, width: int) -> Callable[[Totals, list[Slots]], Totals]:
         totals = wgmma.add_units(totals, [unit(one) for one in slots], elements)
         if product.scales_units:
             finish_reads()
-        for slot, _ in slots:
-            pipeline.release(slot)
+        for one in slots:
+            pipeline.release(one.weights)
         return totals
 
     def add_in_turn(totals: Totals, slots: list[Slots]) -> Totals:
         (total,) = totals
         sums = wgmma.start(total if config.own_sums else None, unit(slots[0]), elements)
-        for (slot, _), following in pairwise(slots):
+        for one, following in pairwise(slots):
             sums = wgmma.start(sums, unit(following), elements)
             accumulator.wait_for_earlier_products()
-            pipeline.release(slot)
+            pipeline.release(one.weights)
         total = wgmma.finish(None if config.own_sums else total, sums)
-        pipeline.release(slots[-1][0])
+        pipeline.release(slots[-1].weights)
         return (total,)
 
     return add_in_turn if config.own_sums or (elements.decoded and not product.scales_units) else add_at_once
 
 
-def _sum_of_integers(gemm: Gemm, turn: Scalar, width: int) -> Float32[Array, "64 width"]:
+def _sum_of_integers(gemm: Gemm, turn: Scalar, part: Scalar, width: int) -> Float32[Array, "64 width"]:
     """The mainloop where integers have scales of 128 columns."""
     product = gemm.product
     longest = integer_sums.longest_run(product.format.element_bits, UNIT_COLUMNS)
@@ -213,14 +237,14 @@ def _sum_of_integers(gemm: Gemm, turn: Scalar, width: int) -> Float32[Array, "64
     def add(run: integer_sums.Run, slots: list[Slots]) -> integer_sums.Run:
         run = integer_sums.add(run, [_unit(gemm, width, one) for one in slots], product.elements)
         finish_reads()
-        for slot, _ in slots:
-            gemm.pipeline.release(slot)
+        for one in slots:
+            gemm.pipeline.release(one.weights)
         return run
 
     at_once, goes_on = min(gemm.config.units, longest), longest > MAX_UNITS
     between = (longest // at_once * at_once, integer_sums.restart) if goes_on else None
     run = integer_sums.start(width, goes_on=goes_on)
-    return integer_sums.finish(_add_units(gemm, turn, run, add, at_once, between))
+    return integer_sums.finish(_add_units(gemm, turn, part, run, add, at_once, between))
 
 
 def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
@@ -245,9 +269,9 @@ def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
             _epilogue(gemm, item, part, n, token_scales(part) if early is None else early, sums)
 
     if of_integers:
-        totals = (_sum_of_integers(gemm, turn, width),)
+        totals = (_sum_of_integers(gemm, turn, item.part, width),)
     else:
-        totals = _add_units(gemm, turn, (_zeros(n, dtype),) * num_parts, _adder(gemm, width), config.units)
+        totals = _add_units(gemm, turn, item.part, (_zeros(n, dtype),) * num_parts, _adder(gemm, width), config.units)
     for part, total in enumerate(totals):
         sums = accumulator.split_rows(total)
         if partial_sums is None:
@@ -289,7 +313,7 @@ def _multiply_by_token(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> 
     mine = [part + warpgroup * TILE for part in range(0, width, tokens_as_a.BOTH)]
 
     def add(totals: Totals, slots: list[Slots]) -> Totals:
-        ((slot, _),) = slots
+        ((slot, *_),) = slots
         unit = Stage(*(None if ref is None else ref.at[slot] for ref in shared.stages))
         new = []
         for first, total in zip(mine, totals, strict=True):
@@ -301,7 +325,7 @@ def _multiply_by_token(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> 
         gemm.pipeline.release(slot)
         return tuple(new)
 
-    totals = _add_units(gemm, turn, (_zeros(tokens_as_a.WIDTH),) * len(mine), add, 1)
+    totals = _add_units(gemm, turn, item.part, (_zeros(tokens_as_a.WIDTH),) * len(mine), add, 1)
     _, tile, _ = gemm.item(turn)
     of_rows = [
         None if ref is None else tokens_as_a.load_rows(ref, product.rows, item.expert, tile)

@@ -105,6 +105,7 @@ class Gemm:
         shared: references to shared memory.
         counters: see `fused_quantize.new_counters`; None if rows are not quantized in this launch.
         index, last: this GEMM's number in the launch, and whether it is the last one.
+        before: the GEMM whose results are this one's rows, if most of these are quantized before its end; else None.
         cta, warpgroup: this thread's.
         config, num_rows: the launch's.
     """
@@ -120,6 +121,7 @@ class Gemm:
     counters: Ref
     index: int
     last: bool
+    before: "Gemm | None"
     cta: Int32[Array, ""]
     warpgroup: Int32[Array, ""]
     config: Config
@@ -135,6 +137,11 @@ class Gemm:
     @property
     def pipeline(self) -> Pipeline:
         return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
+
+    @property
+    def items_of_block(self) -> int:
+        """The number of items of each block."""
+        return _steps(self.product, self.config) * self.product.split_k
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -159,6 +166,14 @@ class Gemm:
         product, config = self.product, self.config
         may = product.by_block and not product.elements.decoded and product.split_k == 1 and not config.resident_rows
         return may and config.tokens_may_be_a and product.staged(config) >= TILE
+
+    def half_stage(self, part: Int32[Array, ""]) -> Int32[Array, ""] | None:
+        """The stage of an item of a part of the columns, whose unit of 8-bit elements for this warpgroup is one of
+        which half is stored; another number than those of its stages if it has none, None if no item has one."""
+        if not self.product.ends_in_half or self.product.elements.decoded:
+            return None
+        stage, wk = divmod(self.product.units - 1, self.config.warpgroups_k)
+        return jnp.where(self.wk == wk, stage - part * self.share.item_stages, -1)
 
     def item(self, turn: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""], Int32[Array, ""]]:
         """The block, the first tile along the weight's rows and the part of the columns; past the end, of some item."""

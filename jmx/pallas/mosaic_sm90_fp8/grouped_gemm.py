@@ -72,7 +72,12 @@ class Product(BaseProduct):
     @property
     def units(self) -> int:
         """Units of 128 columns."""
-        return self.weight.values.shape[2] // value_rows(self.format)
+        return -(-self.weight.values.shape[2] // value_rows(self.format))
+
+    @property
+    def ends_in_half(self) -> bool:
+        """Whether only 64 columns of the last unit are stored."""
+        return self.weight.values.shape[2] % value_rows(self.format) > 0
 
     @property
     def tile_columns(self) -> int:

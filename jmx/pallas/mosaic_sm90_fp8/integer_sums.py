@@ -31,7 +31,6 @@ from jmx.pallas.mosaic_sm90_fp8.elements import Elements
 from jmx.pallas.sm90.accumulator import accumulator, of_registers, own_layout, row_array, sums_of
 from jmx.pallas.sm90.mlir import constant, f32, i32, pair, utils
 from jmx.pallas.sm90.operation import Fragment, operation, result
-from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Int32
 
@@ -79,7 +78,7 @@ def _begun(total: Float32[Array, "64 n"], goes_on: bool) -> Run:
     return Run(total, sums, plgpu.layout_cast(jnp.zeros((_PAIR,), jnp.float32), own_layout(_PAIR)))
 
 
-def add(run: Run, units: Sequence[Stage], elements: Elements) -> Run:
+def add(run: Run, units: Sequence[wgmma.Unit], elements: Elements) -> Run:
     """`run` plus units times their rows, transposed. No product is in flight at the end.
 
     Args:
@@ -101,7 +100,7 @@ def add(run: Run, units: Sequence[Stage], elements: Elements) -> Run:
     )
     def body(_: Any, total: Fragment, *given: Any) -> tuple[Fragment, ...]:
         like, given = (given[0], given[1:]) if goes_on else (None, given)
-        rows, stages = given[0], [Stage(x, values, scales) for values, scales, x in _threes(given[1:])]
+        rows, stages = given[0], [wgmma.Unit(x, values, scales) for values, scales, x in _threes(given[1:])]
         before = _both(rows)
         totals = sums_of(total)
         sums = _biased(n) if like is None else sums_of(like)

@@ -65,6 +65,8 @@ def grouped_products(
     """
     operands = [(product.inputs, Operands.of(product)) for product in products]
     fused = products[0].quantizes
+    # Weights that are decoded leave warpgroups less time: there it costs more than it saves.
+    early = fused and not config.resident_rows and not products[0].elements.decoded
     assert all(product.quantizes == fused for product in products)
     assert not config.resident_rows or (fused and isinstance(blocks.counts, int))  # all blocks have the same rows
     outputs = [
@@ -106,6 +108,7 @@ def grouped_products(
                 counters=counters,
                 index=index,
                 last=index + 1 == len(products),
+                before=gemms[-1] if gemms and early else None,
                 cta=cta,
                 warpgroup=warpgroup,
                 config=config,
@@ -121,7 +124,7 @@ def grouped_products(
 
         def consume_all() -> None:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(shared.turn_barriers.at[0]))
-            each(consume)
+            each(lambda gemm: consume(gemm, None if gemm.last else gemms[gemm.index + 1]))
 
         specialize(warpgroup, config, consume_all, lambda: each(copy_weights), lambda: each(copy_rows))
 

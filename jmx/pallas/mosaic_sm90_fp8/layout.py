@@ -30,6 +30,10 @@ side by side. After the last unit of a row of tiles there is one more chunk of 6
 of each 16 share one scale and rows 8 to 15 share one, as in blocks of 128 rows; else all 0.
 
 Gate and up alternate by 8 rows within a unit, as in the layout `mosaic_sm90`. Rows are padded to 64, columns to 128.
+But if at most 64 of the last unit's columns are the weight's, only these 64 are stored (`ends_in_half`), so that the
+others are not read from memory: TMA writes zeros in their place. Of 4-bit elements they are the second half of a unit.
+Of 8-bit ones a half is 64 rows of 64 bytes, of which TMA makes what `wgmma` reads with a swizzle of 64 bytes. Its own
+swizzle is of 128 bytes; that is the other one if, of each 16 rows, neighbors among the last 8 are swapped.
 """
 
 from collections.abc import Callable
@@ -77,6 +81,41 @@ def num_units(spec: WeightSpec) -> int:
     return -(-spec.shape[1] // UNIT_COLUMNS)
 
 
+def ends_in_half(spec: WeightSpec) -> bool:
+    """Whether only 64 columns of the last unit are stored."""
+    by_unit = spec.format.block_size >= UNIT_COLUMNS  # then kernels take whole units only
+    return not by_unit and num_units(spec) > 1 and 0 < spec.shape[1] % UNIT_COLUMNS <= UNIT_COLUMNS // 2
+
+
+def _without_rest(values: UInt8[Array, "tiles k_rows columns"], spec: WeightSpec) -> UInt8[Array, "tiles rows columns"]:
+    """Values of whole units, without what the last one has after its half."""
+    if not ends_in_half(spec):
+        return values
+    size = value_rows(spec.format)
+    whole, last = values[:, :-size], values[:, -size:]
+    if spec.format.element_bits == 4:
+        return values[:, : -(size // 2)]
+    half = _swapped(last[:, :, : UNIT_COLUMNS // 2])
+    return jnp.concatenate([whole, half.reshape(len(values), size // 2, UNIT_COLUMNS)], axis=1)
+
+
+def _with_rest(values: UInt8[Array, "*lead rows columns"], spec: WeightSpec) -> UInt8[Array, "*lead k_rows columns"]:
+    """The inverse of `_without_rest`, with zeros for what it left out."""
+    if not ends_in_half(spec):
+        return values
+    size = value_rows(spec.format)
+    if spec.format.element_bits == 4:
+        return pad(values, -2, num_units(spec) * size, 0)
+    whole, half = values[..., : -(size // 2), :], values[..., -(size // 2) :, :]
+    half = _swapped(half.reshape(*half.shape[:-2], size, UNIT_COLUMNS // 2))
+    return jnp.concatenate([whole, pad(half, -1, UNIT_COLUMNS, 0)], axis=-2)
+
+
+def _swapped(rows: UInt8[Array, "*lead 64 64"]) -> UInt8[Array, "*lead 64 64"]:
+    """Rows, of each 16 of which neighbors among the last 8 are swapped."""
+    return rows[..., np.arange(64) ^ (np.arange(64) >> 3 & 1), :]
+
+
 def magnitudes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The eight magnitudes in a row's largest block as bytes of e5m2, and what is subtracted from them for each step
     that a block's code is lower: one of the exponent. Both are uint32 (2,)."""
@@ -102,7 +141,8 @@ def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Ar
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(values.shape[0], -1)
     rows = tile_rows(pad(values, 1, units * UNIT_COLUMNS, 0), spec, 0)
     if spec.format.element_bits == 8:
-        return rows.reshape(tiles, 64, units, UNIT_COLUMNS).swapaxes(1, 2).reshape(tiles, -1, UNIT_COLUMNS)
+        rows = rows.reshape(tiles, 64, units, UNIT_COLUMNS).swapaxes(1, 2).reshape(tiles, -1, UNIT_COLUMNS)
+        return _without_rest(rows, spec)
     rows = rows.reshape(tiles, 4, 2, 8, units, _SLICES, 2, 4, 4)  # tile, warp, r, row, unit, slice, half, lane % 4, 4
     rows = rows.transpose(0, 4, 5, 1, 3, 7, 2, 6, 8).astype(jnp.uint32)
     rows = rows if spec.format == MXFP4 else _complemented(rows)
@@ -110,11 +150,11 @@ def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Ar
     bits = (rows & 7) << magnitudes | rows >> 3 << signs
     words = reduce(or_, (bits[..., half, n] for half in range(2) for n in range(4)))
     words = words.reshape(tiles, units, 2, 2, 128, 2).transpose(0, 1, 2, 4, 3, 5)  # two slices in each 16 bytes
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, -1, VALUE_COLUMNS)
+    return _without_rest(lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, -1, VALUE_COLUMNS), spec)
 
 
 def _untile_values(values: UInt8[Array, "tiles k_rows columns"], spec: WeightSpec) -> UInt8[Array, "N packed"]:
-    tiles, units = num_tiles(spec)[0], num_units(spec)
+    tiles, units, values = num_tiles(spec)[0], num_units(spec), _with_rest(values, spec)
     if spec.format.element_bits == 8:
         rows = values.reshape(tiles, units, 64, UNIT_COLUMNS).swapaxes(1, 2)
         return untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]
@@ -219,7 +259,7 @@ def _rounds(q: BlockScaled, spec: WeightSpec) -> Int32[Array, ""]:
         return jnp.int32(0)
     distances = q.scales[..., :-1, :]
     lead = distances.shape[:-1]  # ..., row tiles, units
-    codes = q.values.reshape(*lead, 2, 32, 4, 2, 2, 4)
+    codes = _with_rest(q.values, spec).reshape(*lead, 2, 32, 4, 2, 2, 4)
     used = (codes & _MAGNITUDES != 0).any(axis=(-4, -1))  # two slices, 32 pairs of rows, two slices, rows
     used = jnp.moveaxis(used, -4, -2).swapaxes(-3, -1)  # 32, rows, two slices, two slices
     far = distances.reshape(*lead, 32, 2, 2, 2) >= EXACT_BELOW

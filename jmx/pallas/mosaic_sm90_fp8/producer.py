@@ -72,6 +72,7 @@ def copy_rows(gemm: Gemm) -> None:
         )  # TMA needs to see that it is a multiple of 8
         count = blocks.count_of(block)
         first = part * gemm.share.item_stages
+        fused_quantize.wait_if_late(gemm, turn)
 
         @jax.named_scope("copy_rows")
         def fill(step: Scalar, slot: Scalar) -> None:
@@ -92,5 +93,5 @@ def copy_rows(gemm: Gemm) -> None:
         return fill
 
     if gemm.unquantized is not None:
-        fused_quantize.wait_for_rows(gemm)
+        fused_quantize.wait_for_first_rows(gemm)
     pipeline.produce(gemm.share, prologue)

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
 from jmx.pallas.mosaic_sm90_fp8.elements import Elements
 from jmx.pallas.mosaic_sm90_fp8.staging import size_and_span, swizzled_rows
-from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, plus, start_product, wait, zeros
+from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, plus, slices, start_product, wait, zeros
 from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
 from jmx.pallas.sm90.epilogue import load_of_row
 from jmx.pallas.sm90.gemm import Rows
@@ -63,7 +63,7 @@ def multiply(unit: Stage, first: Int32[Array, ""], elements: Elements) -> Float3
     @operation(arg_types=(SCALAR, *[plgpu.RefType(SWIZZLED)] * 2), return_type=_SUMS)
     def body(_: Any, first: Fragment, x: ir.Value, values: ir.Value) -> Fragment:
         tokens = descriptor(x, first.registers.item())
-        sums = start_product(None, tokens, descriptor(values), WIDTH, elements)
+        sums = start_product(None, slices(tokens), descriptor(values), WIDTH, elements)
         return accumulator(zeros(WIDTH, elements), sums)
 
     return body(first, unit.x, unit.values)

@@ -6,7 +6,7 @@
 import itertools
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -20,25 +20,51 @@ from jmx.pallas.mosaic_sm90_fp8.decode import SLICES
 from jmx.pallas.mosaic_sm90_fp8.elements import Elements
 from jmx.pallas.sm90.accumulator import accumulator, sums_of
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, thread_index, utils
-from jmx.pallas.sm90.operation import Fragment, Ref, operation, optional, result
-from jmx.pallas.sm90.pipeline import Stage
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Num
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
-_SLICE_BYTES = 32
+_HALF_UNIT = -(1 << 31) | 8 * 64 >> 4  # the upper half of the descriptor of a half: a swizzle of 64 bytes
+_SLICE = 32 >> 4  # bytes of a slice, as descriptors count them
+_HALF_BYTES = TILE * 64 >> 4  # the same of a half unit, after which TMA has written zeros
 _SUMS_AND_OPERANDS = 192  # registers of a thread for these
 
+Descriptor = tuple[ir.Value, int]  # a matrix descriptor, and what is added to it
 
-def _refs(unit: Stage) -> dict[str, Ref]:
-    """The references of a unit, by name, without None."""
-    named = {"values": unit.values, "scales": unit.scales, "x": unit.x, "x_scales": unit.x_scales}
-    return {name: ref for name, ref in named.items() if ref is not None}
+
+class Unit(NamedTuple):
+    """A unit of the weight and its rows: references to shared memory, or their MLIR values. None if it has none.
+
+    Args:
+        x: rows.
+        values, scales: of the weight.
+        x_scales: of the rows.
+        halved: int32 (), or its value: not 0 if the unit of 8-bit elements is one of which half is stored.
+    """
+
+    x: Ref
+    values: Ref
+    scales: Ref = None
+    x_scales: Ref = None
+    halved: Any = None
+
+
+def _named(unit: Unit) -> dict[str, Any]:
+    """What a unit has, by name, without None."""
+    return {name: one for name, one in unit._asdict().items() if one is not None}
+
+
+def _type_of(name: str, decoded: bool) -> Any:
+    """The type of what has that name in a unit."""
+    if name == "halved":
+        return SCALAR
+    return plgpu.RefType(SWIZZLED) if name == "x" or (name == "values" and not decoded) else plgpu.RefType()
 
 
 def add_units(
-    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], elements: Elements
+    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Unit], elements: Elements
 ) -> tuple[Float32[Array, "64 n"], ...]:
     """`totals` plus units times their rows, transposed: products of 8 bits by `wgmma`, accumulated in float32.
 
@@ -52,10 +78,9 @@ def add_units(
         elements: what is multiplied.
     """
     n, decoded = totals[0].shape[1], elements.decoded
-    refs = [ref for unit in units for ref in _refs(unit).values()]
-    of_wgmma = [ref for unit in units for ref in (unit.x, *([] if decoded else [unit.values]))]
-    kinds = [plgpu.RefType(SWIZZLED) if any(ref is one for one in of_wgmma) else plgpu.RefType() for ref in refs]
-    names = [*_refs(units[0])]
+    names = [*_named(units[0])]
+    refs = [ref for unit in units for ref in _named(unit).values()]
+    kinds = [_type_of(name, decoded) for name in names] * len(units)
 
     @operation(
         arg_types=(*[plgpu.Layout.WGMMA] * len(totals), *kinds),
@@ -63,14 +88,14 @@ def add_units(
     )
     def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
         old, of_units = given[: len(totals)], itertools.batched(given[len(totals) :], len(names))
-        mine = [Stage(**dict(zip(names, one, strict=True))) for one in of_units]
+        mine = [Unit(**dict(zip(names, one, strict=True))) for one in of_units]
         parts, new = range(len(old)), [sums_of(total) for total in old]
         apart = mine[0].x_scales is not None or elements.by_block
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
         beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
         sums, done, operand = None, None, operand_of(mine[0], elements)
 
-        def add(done: tuple[list[ir.Value], Stage, int], pending: int) -> None:
+        def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
             products, unit, part = done
             of_rows = None if elements.coded else row_scales(unit)
             new[part] = _added(new[part], wait(products, pending), of_rows, unit.x_scales, part * n)
@@ -103,36 +128,45 @@ def zeros(n: int, elements: Elements) -> Fragment:
     return Fragment.splat(zero, (TILE, n), mgpu.WGMMA_LAYOUT, is_signed=signed)
 
 
-def operand_of(unit: Stage, elements: Elements) -> Any:
-    """Operand A: four registers for each slice of 32 columns, or a descriptor of elements in shared memory."""
-    return decode.decoded(elements, unit.values, unit.scales) if elements.decoded else descriptor(unit.values)
+def operand_of(unit: Unit, elements: Elements) -> Sequence[Sequence[ir.Value] | Descriptor]:
+    """Operand A: for each slice of 32 columns four registers, or a descriptor of elements in shared memory."""
+    if elements.decoded:
+        return decode.decoded(elements, unit.values, unit.scales)
+    if unit.halved is None:
+        return slices(descriptor(unit.values))
+    halved = arith.cmpi(arith.CmpIPredicate.ne, unit.halved.registers.item(), constant(0))
+    upper = arith.select(halved, constant(_HALF_UNIT), constant(_upper_word(unit.values)))
+    second = arith.select(halved, constant(_HALF_BYTES), constant(2 * _SLICE))
+    first = _address(unit.values)
+    halves = (_descriptor(lower, upper) for lower in (first, arith.addi(first, second)))
+    return [(half, nth * _SLICE) for half in halves for nth in range(SLICES // 2)]
 
 
-def start(sums: Num[Array, "64 n"] | None, unit: Stage, elements: Elements) -> Num[Array, "64 n"]:
+def slices(operand: ir.Value) -> list[Descriptor]:
+    """Descriptors of the slices of an operand in shared memory."""
+    return [(operand, nth * _SLICE) for nth in range(SLICES)]
+
+
+def start(sums: Num[Array, "64 n"] | None, unit: Unit, elements: Elements) -> Num[Array, "64 n"]:
     """Starts `sums`, or zeros, plus a unit times its rows, transposed, which is complete after `finish`.
 
     A unit of 4 bits is decoded first, while the product that `sums` come from is still in flight. Sums are float32, or
     int32 of integers.
     """
     n, decoded = unit.x.shape[0], elements.decoded
-    scales = unit.scales if elements.coded else None
-    values_type = plgpu.RefType() if decoded else plgpu.RefType(SWIZZLED)
+    named = _named(unit._replace(scales=unit.scales if elements.coded else None, x_scales=None))
 
     @operation(
-        arg_types=(
-            optional(sums, plgpu.Layout.WGMMA),
-            values_type,
-            optional(scales, plgpu.RefType()),
-            plgpu.RefType(SWIZZLED),
-        ),
+        arg_types=(optional(sums, plgpu.Layout.WGMMA), *(_type_of(name, decoded) for name in named)),
         return_type=result((TILE, n), sums_dtype(elements), plgpu.Layout.WGMMA),
     )
-    def body(_: Any, sums: Fragment | None, values: ir.Value, scales: ir.Value | None, x: ir.Value) -> Fragment:
-        operand = operand_of(Stage(x, values, scales), elements)
-        like, given = (zeros(n, elements), None) if sums is None else (sums, sums_of(sums))
-        return accumulator(like, start_product(given, operand, descriptor(x), n, elements))
+    def body(_: Any, sums: Fragment | None, *given: Any) -> Fragment:
+        mine = Unit(**dict(zip(named, given, strict=True)))
+        operand = operand_of(mine, elements)
+        like, old = (zeros(n, elements), None) if sums is None else (sums, sums_of(sums))
+        return accumulator(like, start_product(old, operand, descriptor(mine.x), n, elements))
 
-    return body(sums, unit.values, scales, unit.x)
+    return body(sums, *named.values())
 
 
 def finish(total: Float32[Array, "64 n"] | None, sums: Num[Array, "64 n"]) -> Num[Array, "64 n"]:
@@ -156,23 +190,43 @@ def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
 
     `row` must be a multiple of 8.
     """
-    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
-    eight_stride = strides[-4]  # of tiles of 8 rows
-    upper = _SWIZZLE_128_BYTES | eight_stride >> 4
-    lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), constant(4))
     row = row if isinstance(row, ir.Value) else constant(row)
-    lower = arith.addi(lower, arith.muli(row, constant(eight_stride // 8 >> 4)))
-    return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
+    lower = arith.addi(_address(ref), arith.muli(row, constant(_eight_stride(ref) // 8 >> 4)))
+    return _descriptor(lower, constant(_upper_word(ref)))
+
+
+def _descriptor(lower: ir.Value, upper: ir.Value) -> ir.Value:
+    return utils.inline_ptx("mov.b64 $0, {$1, $2};", lower, upper, result_types=i64())
+
+
+def _address(ref: ir.Value) -> ir.Value:
+    """The lower word of the descriptor of `ref`'s first row."""
+    return arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), constant(4))
+
+
+def _upper_word(ref: ir.Value) -> int:
+    return _SWIZZLE_128_BYTES | _eight_stride(ref) >> 4
+
+
+def _eight_stride(ref: ir.Value) -> int:
+    """Bytes from one tile of 8 rows to the next."""
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    return strides[-4]
 
 
 def start_product(
     sums: list[ir.Value] | None,
-    operand: Any,
+    operand: Sequence[Sequence[ir.Value] | Descriptor],
     x: ir.Value,
     n: int,
     elements: Elements,
 ) -> list[ir.Value]:
-    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet."""
+    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet.
+
+    Args:
+        operand: as `operand_of` or `slices` gives it.
+        x: the descriptor of operand B.
+    """
     size = n // 2
     of_sums, kind, letter, negate = ("s32", i32(), "r", "") if elements.exact else ("f32", f32(), "f", ", 1, 1")
     out = llvm.StructType.get_literal([kind] * size)
@@ -181,14 +235,13 @@ def start_product(
     values = [] if sums is None else sums
     for nth in range(SLICES):
         first = size + len(values)  # the operands after the sums
-        offset = nth * _SLICE_BYTES >> 4
-        if isinstance(operand, ir.Value):
-            a, name, makes = [operand], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
+        if isinstance(operand[nth], tuple):
+            a, name, makes = [operand[nth][0]], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {operand[nth][1]};"
         else:
-            a, makes = operand[nth], ""
+            a, makes = [*operand[nth]], ""
             name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
         text = (
-            f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
+            f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {nth * _SLICE}; "
             f"setp.ne.b32 p, ${first + 1}, 0; "
             f"wgmma.mma_async.sync.aligned.m64n{n}k32.{of_sums}.{elements.a}.{elements.b} "
             f"{{{names}}}, {name}, d, p{negate}; }}"
@@ -214,7 +267,7 @@ def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
     return [llvm.extractvalue(kind, made, [i]) for i in range(size)]
 
 
-def row_scales(unit: Stage) -> list[ir.Value] | None:
+def row_scales(unit: Unit) -> list[ir.Value] | None:
     """Float32 scales of the thread's two rows, if the unit has them."""
     scales = unit.scales
     if scales is None:
