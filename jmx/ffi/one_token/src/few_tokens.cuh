@@ -53,8 +53,6 @@ struct Tokens {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint4& v = of[i][half];
-        // Else all would be unpacked before the scale is there, in twice as many registers.
-        asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
         float its[kVector];
         Unpack(v, its);
 #pragma unroll
