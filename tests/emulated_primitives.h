@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -50,6 +51,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   unsigned cta, thread;
   bool done;
+  std::deque<std::vector<std::function<void()>>> groups{1};  // of copies; the last one is not ended
 };
 struct Warp {
   Meeting meeting;
@@ -211,11 +213,26 @@ inline void Arrive(u64* at) {
 inline void Wait(u64* at, u32 parity) {
   while (reinterpret_cast<emulated::Barrier*>(at)->parity == parity) emulated::Yield();
 }
+inline bool Test(u64* at, u32 parity) {
+  emulated::Yield();
+  return reinterpret_cast<emulated::Barrier*>(at)->parity != parity;
+}
 inline void Copy(void* to, const void* from, u32 bytes, u64* at) {
   if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % 16 != 0) abort();
   reinterpret_cast<emulated::Barrier*>(at)->bytes += bytes;
   Arrive(at);
   emulated::copying.push_back({to, from, bytes, at});
+}
+// Copies of a thread are made when it waits for them, as late as they may be.
+inline void CopyVector(void* to, const void* from) {
+  if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) abort();
+  emulated::current->groups.back().push_back([=] { memcpy(to, from, 16); });
+}
+inline void EndGroup() { emulated::current->groups.emplace_back(); }
+template <int kLater>
+void AwaitGroups() {
+  for (auto& groups = emulated::current->groups; groups.size() > kLater + 1; groups.pop_front())
+    for (auto& copy : groups.front()) copy();
 }
 template <int kNumber = kThreads>
 void Sync() {
@@ -229,6 +246,7 @@ inline float LoadOf(u32 cta, const float* at) {
   return *reinterpret_cast<const float*>(SharedMemory(emulated::ctas.at(cta)) + offset);
 }
 inline uint4 LoadEarly(const void* from) { return __ldcg(static_cast<const uint4*>(from)); }
+inline uint4 LoadShared(const uint4* from) { return __ldcg(from); }
 inline float LoadEarly(const float* from) { return *from; }
 inline Bf16 LoadEarly(const Bf16* from) { return *from; }
 inline float2 LoadPair(const float* from) { return {from[0], from[1]}; }

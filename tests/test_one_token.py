@@ -236,6 +236,7 @@ def emulate(
         (2, None, {"position": (100, 7)}),
         (1, 33, {"position": (0, 255, 40), "page": 16, "group": 3, "bias": False}),
         (3, None, {"position": (300, 2, 255, 90, 91), "kv_heads": 1, "hidden": 200, "experts": 30, "sinks": False}),
+        (1, None, {"capacity": 1024, "position": (1000, 650), "kv_heads": 1, "page": 64}),  # slots are used again
         (2, 128, {"position": (5, 140, 130, 255, 17, 64, 0, 128), "kv_heads": 1, "group": 8, "hidden": 1096}),
     ],
 )

@@ -6,7 +6,6 @@
 
 namespace jmx {
 
-constexpr int kKeys = 16;  // of a block, for one warp at a time
 constexpr float kLowest = -1e30f;
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -17,6 +16,9 @@ struct Block {
   uint4 keys[2][2], values[4];
 };
 
+// A warp has a block in registers, and of several tokens up to kAhead further ones on their way to shared memory, behind
+// `shared`: what is behind a lane's own copies there no other thread reads.
+template <int kAhead>
 class Attention {
  public:
   // The positions that are attended to, and the splits of their keys. `cta`: of those of this token.
@@ -34,6 +36,7 @@ class Attention {
   __device__ void Begin() {
     number_ = first_ + threadIdx.x / 32;
     if (number_ < last_) Load(number_);
+    for (int i = 0; i < kAhead; ++i) Ask(number_ + (i + 1) * kAttentionWarps, i);
     cos_ = LoadPair(call_.cos + Pair()), sin_ = LoadPair(call_.sin + Pair());
     if (call_.sinks != nullptr && threadIdx.x / 32 < call_.group)
       sink_ = LoadEarly(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
@@ -51,7 +54,7 @@ class Attention {
     }
     const float factor = rsqrtf((float)kDim) * kLog2E;
     float peak = kLowest, total = 0, sums[8][4] = {};
-    for (; number_ < last_; number_ += kAttentionWarps) {
+    for (int slot = 0; number_ < last_; number_ += kAttentionWarps) {
       const int key = begin_ + number_ * kKeys;
       if (key + kKeys > position_) TakeNew(key);
       float scores[2][4] = {};
@@ -85,7 +88,15 @@ class Attention {
         Multiply(sums[i], p0, 0, p2, 0, __byte_perm(values[0][i / 2], values[1][i / 2], half),
                  __byte_perm(values[2][i / 2], values[3][i / 2], half));
       }
-      if (number_ + kAttentionWarps < last_) Load(number_ + kAttentionWarps);
+      if (number_ + kAttentionWarps >= last_) continue;
+      if constexpr (kAhead == 0) {
+        Load(number_ + kAttentionWarps);
+      } else {
+        AwaitGroups<kAhead - 1>();
+        Take(slot);
+        Ask(number_ + (kAhead + 1) * kAttentionWarps, slot);
+        slot = slot + 1 == kAhead ? 0 : slot + 1;
+      }
     }
     // All warps' sums of one peak, so that they need only be added up.
     total += __shfl_xor_sync(~0u, total, 1);
@@ -117,18 +128,37 @@ class Attention {
   // A load past the L1 cache.
   __device__ static uint4 Load16(const Bf16* from) { return LoadEarly((const void*)from); }
 
-  // Positions after the last one have its keys, which TakeNew replaces.
+  // The vectors of a block that this lane has, and where they are. Positions after the last one have its keys, which
+  // TakeNew replaces.
+  static constexpr int kVectors = 8;
+  __device__ uint4& VectorOf(int i) { return i < 4 ? block_.keys[i / 2][i % 2] : block_.values[i - 4]; }
+  __device__ const Bf16* PlaceOf(int number, int i) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, key = begin_ + number * kKeys;
+    if (i < 4) return Place(min(key + i / 2 * 8 + g, position_)) + t * 16 + i % 2 * 8;
+    return Place(min(key + (i - 4) / 2 * 8 + t * 2 + i % 2, position_)) + call_.part_stride + g * 8;
+  }
+
   __device__ void Load(int number) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int key = begin_ + number * kKeys;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const Bf16* from = Place(min(key + j * 8 + g, position_)) + t * 16;
-      block_.keys[j][0] = Load16(from), block_.keys[j][1] = Load16(from + 8);
+    for (int i = 0; i < kVectors; ++i) VectorOf(i) = Load16(PlaceOf(number, i));
+  }
+
+  // The same by way of shared memory.
+  __device__ uint4* Slot(int slot) const {
+    static_assert(kVectors * 32 * sizeof(uint4) == kBlockBytes);
+    const int of_lane = (slot * kAttentionWarps + threadIdx.x / 32) * kVectors * 32 + threadIdx.x % 32;
+    return reinterpret_cast<uint4*>(&shared_ + 1) + of_lane;
+  }
+  __device__ void Ask(int number, int slot) {
+    if (number < last_) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) CopyVector(Slot(slot) + i * 32, PlaceOf(number, i));
     }
+    EndGroup();
+  }
+  __device__ void Take(int slot) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      block_.values[j] = Load16(Place(min(key + j / 2 * 8 + t * 2 + j % 2, position_)) + call_.part_stride + g * 8);
+    for (int i = 0; i < kVectors; ++i) VectorOf(i) = Slot(slot)[i * 32];
   }
 
   // The token's own key and value, which are not in the cache before this launch.

@@ -14,16 +14,20 @@ constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
-// Of several tokens' products: threads of a CTA, columns that a warp multiplies at a time, rows of the result's and of the
-// router's for one CTA.
+// Of several tokens' products: threads of a CTA, columns that a warp multiplies at a time; groups of the first matrix and
+// rows of the result's in shared memory, and of these on their way while attention runs; rows of the router for one CTA.
 constexpr int kMostTokens = 8;
 constexpr int kFewThreads = 256, kFewWarps = kFewThreads / 32, kPair = 64;
-constexpr int kMostPairs = kMostColumns / kPair / kFewWarps;  // of a warp
-constexpr int kFewSlots = 6, kFewHeadsCtas = 1, kFewOutRows = 12, kFewOutAhead = 2, kFewRouterRows = kGroupRows;
+constexpr int kMostPairs = kMostColumns / kPair / kFewWarps, kFewPairs = 6;  // of a warp, and of one with
+constexpr int kFewColumns = kFewPairs * kPair * kFewWarps;  // at most so many columns
+constexpr int kFewSlots = 5, kFewOutSlots = 12, kFewOutAhead = 4, kFewRouterRows = kGroupRows;
 constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kKeys = 16;  // of a block, for one warp at a time
+constexpr int kBlockBytes = kKeys * kDim * 2 * 2;  // of keys and values
+constexpr int kFewAhead = 2;  // blocks that a warp has on their way, of several tokens
 constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
 constexpr int kAttentionCtas = 132;  // at most, of several tokens with splits: one an SM
-constexpr int kSplitKeys = 16 * kAttentionWarps;  // with which the warps of a CTA have a block each
+constexpr int kSplitKeys = kKeys * kAttentionWarps;  // with which the warps of a CTA have a block each
 
 // Addresses and sizes. Of what may be null: no bias, no sinks; no tables: `cache` has one row.
 struct Call {
@@ -68,21 +72,28 @@ struct alignas(16) AttentionShared {
 // Rows are after this much of shared memory.
 constexpr int kBeforeRows = 512, kBeforeRing = 1280;
 
-// Shared memory of a CTA of several tokens' products, with sums of kRows rows; before them barriers.
-template <int kRows>
-struct FewShared {
-  unsigned long long barriers[16];
+// Shared memory of CTAs of several tokens' products; rows are behind it. Rows of sums are kMostRows + 4 apart, so that
+// stores of a warp have no bank conflict.
+struct FewHeadsShared {
+  unsigned long long barriers[15], scaled;  // of rows, and of the scale
   float squares[kFewWarps][kMostTokens];
   union {
     float scale[kMostColumns];  // of the norm, before there are sums
-    float sums[kFewWarps][kMostTokens][kRows];
+    float sums[kFewWarps][kMostTokens][kMostRows + 4];
   };
 };
 struct FewOutShared {
-  unsigned long long barriers[16];
-  float sums[kFewWarps][kMostTokens][kFewOutRows];
+  unsigned long long barriers[2 * kFewOutSlots + 2];
+  float sums[kFewWarps][kMostTokens][kMostRows + 4];
 };
-constexpr auto kBeforeFewRing = sizeof(FewShared<kMostRows>), kBeforeFewRows = sizeof(FewOutShared);
+struct FewRouterShared {
+  unsigned long long scaled;
+  float squares[kFewWarps][kMostTokens];
+  alignas(16) float scale[kMostColumns];
+  float sums[kFewWarps][kMostTokens][kFewRouterRows];
+};
+constexpr auto kBeforeFewHeads = sizeof(FewHeadsShared), kBeforeFewOut = sizeof(FewOutShared);
+static_assert(2 * kFewSlots < 15 && kBeforeFewHeads % 128 == 0 && kBeforeFewOut % 16 == 0);
 
 // One of the kernels, in their order. Each but the first may begin before the one before it has ended.
 struct Launch {
@@ -95,22 +106,34 @@ constexpr const char* kKernels[2][kNumKernels] = {
     {"jmx_one_token_heads", "jmx_one_token_attention", "jmx_one_token_out", "jmx_one_token_router"},
     {"jmx_few_tokens_heads", "jmx_few_tokens_attention", "jmx_few_tokens_out", "jmx_few_tokens_router"}};
 
+// Shared memory of a CTA of several tokens' attention: slots for as many blocks as warps may have.
+inline int FewAttentionBytes(const Call& call) {
+  const int positions = call.page * call.num_pages;
+  const int seen = call.window > 0 && call.window < positions ? call.window : positions;
+  const int blocks = (seen + kKeys - 1) / kKeys, of_cta = (blocks + call.splits - 1) / call.splits;
+  const int later = (of_cta - 1) / kAttentionWarps;
+  return sizeof(AttentionShared) + (later < kFewAhead ? later : kFewAhead) * kAttentionWarps * kBlockBytes;
+}
+
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
-  const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most, ctas = kHeadsCtas * call.processors;
-  const int slot_bytes = kGroupRows * call.hidden * 2, heads_bytes = kBeforeRing + kSlots * slot_bytes;
+  const auto ctas = [](int rows, int wanted) {  // so many, unless each had too many rows
+    const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most;
+    return wanted > fewest ? wanted : fewest;
+  };
+  const int slot_bytes = kGroupRows * call.hidden * 2;
   const int attention_ctas = call.tokens * call.kv_heads * call.splits;
   if (call.tokens > 1) {
-    const int out_ctas = (call.hidden + kFewOutRows - 1) / kFewOutRows;
+    const int heads_bytes = int(kBeforeFewHeads) + kFewSlots * slot_bytes;
+    const int out_bytes = int(kBeforeFewOut) + kFewOutSlots * columns * 2;
     const int router_ctas = (call.experts + kFewRouterRows - 1) / kFewRouterRows;
-    const int few_ctas = kFewHeadsCtas * call.processors, few_bytes = kBeforeFewRing + kFewSlots * slot_bytes;
-    launches[0] = {few_ctas > fewest ? few_ctas : fewest, kFewThreads + 32, few_bytes, 1};
-    launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
-    launches[2] = {out_ctas, kFewThreads + 32, int(kBeforeFewRows) + kFewOutRows * columns * 2, 1};
-    launches[3] = {router_ctas, kFewThreads, sizeof(FewShared<kFewRouterRows>), 1};
+    launches[0] = {ctas(rows, call.processors), kFewThreads + 32, heads_bytes, 1};
+    launches[1] = {attention_ctas, kAttentionThreads, FewAttentionBytes(call), call.splits};
+    launches[2] = {ctas(call.hidden, call.processors), kFewThreads + 32, out_bytes, 1};
+    launches[3] = {router_ctas, kFewThreads, sizeof(FewRouterShared), 1};
     return;
   }
-  launches[0] = {ctas > fewest ? ctas : fewest, kThreads + 32, heads_bytes, 1};
+  launches[0] = {ctas(rows, kHeadsCtas * call.processors), kThreads + 32, kBeforeRing + kSlots * slot_bytes, 1};
   launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
   launches[2] = {call.hidden / kOutRows, kThreads + 32, kBeforeRows + kOutRows * columns * 2, 1};
   launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};

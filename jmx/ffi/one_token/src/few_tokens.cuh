@@ -6,89 +6,81 @@
 
 namespace jmx {
 
+__device__ __forceinline__ int TokenOf() { return threadIdx.x % 32 / 4; }
+
+// A vector times a norm's scale, in shared memory, and its rate.
+__device__ __forceinline__ uint4 PackScaled(const float (&its)[kVector], const float* scale, float rate) {
+  const float4 a = *reinterpret_cast<const float4*>(scale), b = *reinterpret_cast<const float4*>(scale + 4);
+  uint4 v;
+  v.x = Pack(its[0] * a.x * rate, its[1] * a.y * rate), v.y = Pack(its[2] * a.z * rate, its[3] * a.w * rate);
+  v.z = Pack(its[4] * b.x * rate, its[5] * b.y * rate), v.w = Pack(its[6] * b.z * rate, its[7] * b.w * rate);
+  return v;
+}
+
 // Vectors of the tokens that this lane, 4 g + t, gives to tensor cores: of token g, of each half of a pair the t-th. Sums
-// over columns have these in any order.
+// over columns have these in any order. What is after the last column is zero, and what is of tokens that there are not;
+// nothing here has a condition, so that all loads are on their way at once.
+template <int kPairs>
 struct Tokens {
-  uint4 of[kMostPairs][2];
+  uint4 of[kPairs][2];
 
-  __device__ static int PairOf(int i) { return i * kFewWarps + (int)threadIdx.x / 32; }
-  __device__ static int TokenOf() { return threadIdx.x % 32 / 4; }
   __device__ static int VectorOf(int i, int half) { return PairOf(i) * (kPair / kVector) + half * 4 + threadIdx.x % 4; }
+  __device__ static int PairOf(int i) { return i * kFewWarps + (int)threadIdx.x / 32; }
 
-  // Zeros after the last column, and for tokens that there are not. Loads have no conditions, so that all are on their way
-  // at once.
   __device__ __forceinline__ void Load(const Bf16* from, int tokens, int columns) {
+    const Bf16* its = from + min(TokenOf(), tokens - 1) * columns;
 #pragma unroll
-    for (int i = 0; i < kMostPairs; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = min(TokenOf(), tokens - 1), at = min(VectorOf(i, half) * kVector, columns - kVector);
-        of[i][half] = LoadEarly((const void*)(from + token * columns + at));
-      }
-#pragma unroll
-    for (int i = 0; i < kMostPairs; ++i)
+    for (int i = 0; i < kPairs; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (TokenOf() >= tokens || VectorOf(i, half) * kVector >= columns) of[i][half] = {0, 0, 0, 0};
+        of[i][half] = LoadEarly((const void*)(its + min(VectorOf(i, half) * kVector, columns - kVector)));
+    const int vectors = TokenOf() < tokens ? columns / kVector : 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (VectorOf(i, half) >= vectors) of[i][half] = {0, 0, 0, 0};
   }
 
-  // norm(x), whose scale is in shared memory, and which nobody else reads after it.
+  // x times the norm's scale, which is copied to shared memory. Leaves the warp's sums of squares there, from which
+  // `RateOf` has the other factor of the norm: products do not wait for it.
   template <typename Shared>
-  __device__ __forceinline__ void Normalize(Shared& shared, int columns, float epsilon) {
-    const int warp = threadIdx.x / 32, token = TokenOf();
+  __device__ __forceinline__ void Scale(Shared& shared, int columns) {
     float squares = 0;
+    Wait(&shared.scaled, 0);
 #pragma unroll
-    for (int i = 0; i < kMostPairs; ++i)
+    for (int i = 0; i < kPairs; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        uint4& v = of[i][half];
         float its[kVector];
-        Unpack(of[i][half], its);
+        Unpack(v, its);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) squares += its[j] * its[j];
+        v = PackScaled(its, shared.scale + min(VectorOf(i, half) * kVector, columns - kVector), 1);
       }
     squares += __shfl_xor_sync(~0u, squares, 1);
     squares += __shfl_xor_sync(~0u, squares, 2);
-    if (threadIdx.x % 4 == 0) shared.squares[warp][token] = squares;
-    Sync<kFewThreads>();
-    squares = 0;
-#pragma unroll
-    for (int i = 0; i < kFewWarps; ++i) squares += shared.squares[i][token];
-    const float rate = rsqrtf(squares / columns + epsilon);
-#pragma unroll
-    for (int i = 0; i < kMostPairs; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = VectorOf(i, half) * kVector;
-        if (at >= columns) continue;
-        const float4 a = *reinterpret_cast<const float4*>(shared.scale + at);
-        const float4 b = *reinterpret_cast<const float4*>(shared.scale + at + 4);
-        uint4& v = of[i][half];
-        // Else what was unpacked before would be kept, twice as many registers.
-        asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
-        float its[kVector];
-        Unpack(v, its);
-        of[i][half].x = Pack(its[0] * a.x * rate, its[1] * a.y * rate);
-        of[i][half].y = Pack(its[2] * a.z * rate, its[3] * a.w * rate);
-        of[i][half].z = Pack(its[4] * b.x * rate, its[5] * b.y * rate);
-        of[i][half].w = Pack(its[6] * b.z * rate, its[7] * b.w * rate);
-      }
-    Sync<kFewThreads>();
+    if (threadIdx.x % 4 == 0) shared.squares[threadIdx.x / 32][TokenOf()] = squares;
   }
 };
 
-// Copies a norm's scale to shared memory.
-__device__ __forceinline__ void CopyScale(const float* from, int columns, float* to) {
+// Of a token, once all warps' sums of squares are there.
+template <typename Shared>
+__device__ __forceinline__ float RateOf(const Shared& shared, int token, int columns, float epsilon) {
+  float squares = 0;
 #pragma unroll
-  for (int at = threadIdx.x * 4; at < columns; at += kFewThreads * 4)
-    *reinterpret_cast<uint4*>(to + at) = LoadEarly((const void*)(from + at));
+  for (int i = 0; i < kFewWarps; ++i) squares += shared.squares[i][token];
+  return rsqrtf(squares / columns + epsilon);
 }
 
 // A warp's part of the products with kGroupRows rows. B has of row r the first half of a pair as column 2 r, the second
 // as 2 r + 1; and A the tokens' first halves as rows, and then their second ones. So lane 4 g + t has of token g and row t
 // one half in sums[.][0] and the other in sums[.][3]; what else is there means nothing.
+template <int kPairs>
 class Products {
  public:
-  __device__ __forceinline__ void Add(int i, const Tokens& x, const uint4& w) {
+  __device__ __forceinline__ void Add(int i, const Tokens<kPairs>& x, const uint4& w) {
     const uint4 &a = x.of[i][0], &b = x.of[i][1];
     Multiply(sums_[0], a.x, b.x, a.y, b.y, w.x, w.y);
     Multiply(sums_[1], a.z, b.z, a.w, b.w, w.z, w.w);
@@ -96,30 +88,34 @@ class Products {
 
   // Of a row for this lane, which is the vector's of a weight.
   __device__ static int RowOf() { return threadIdx.x % 32 / 8; }
-  __device__ static int VectorOf(int i) { return Tokens::VectorOf(i, threadIdx.x / 4 % 2); }
+  __device__ static int VectorOf(int i) { return Tokens<kPairs>::VectorOf(i, threadIdx.x / 4 % 2); }
 
-  // All of rows in shared memory.
-  __device__ __forceinline__ void AddRows(const unsigned char* rows, int columns, const Tokens& x) {
-    const int vectors = columns / kVector;
+  // All of rows in shared memory, half of them loaded at a time.
+  __device__ __forceinline__ void AddRows(const unsigned char* rows, int columns, const Tokens<kPairs>& x) {
     const uint4* row = reinterpret_cast<const uint4*>(rows + RowOf() * columns * 2);
+    const int last = columns / kVector - 1;
+    constexpr int kAtOnce = kPairs / 2;
+    static_assert(kPairs % 2 == 0);
 #pragma unroll
-    for (int i = 0; i < kMostPairs; ++i) {
-      if (Tokens::PairOf(i) * kPair >= columns) break;
-      Add(i, x, row[min(VectorOf(i), vectors - 1)]);
+    for (int i = 0; i < kPairs; i += kAtOnce) {
+      uint4 w[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) w[j] = LoadShared(row + min(VectorOf(i + j), last));
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) Add(i + j, x, w[j]);
     }
   }
 
-  __device__ float Sum() const { return sums_[0][0] + sums_[0][3] + sums_[1][0] + sums_[1][3]; }
+  // Stores the warp's sums of rows, the first of which is `row`.
+  template <typename Shared>
+  __device__ __forceinline__ void Store(Shared& shared, int row) const {
+    const float sum = sums_[0][0] + sums_[0][3] + sums_[1][0] + sums_[1][3];
+    shared.sums[threadIdx.x / 32][TokenOf()][row + threadIdx.x % 4] = sum;
+  }
 
  private:
   float sums_[2][4] = {};
 };
-
-// Stores a warp's sums of kGroupRows rows, the first of which is `row`.
-template <typename Shared>
-__device__ __forceinline__ void StoreSums(Shared& shared, int row, const Products& products) {
-  shared.sums[threadIdx.x / 32][Tokens::TokenOf()][row + threadIdx.x % 4] = products.Sum();
-}
 
 template <typename Shared>
 __device__ __forceinline__ float SumOfWarps(const Shared& shared, int token, int row) {
@@ -129,23 +125,33 @@ __device__ __forceinline__ float SumOfWarps(const Shared& shared, int token, int
   return sum;
 }
 
-class FewRing : public Slots<kFewWarps, kFewSlots, kBeforeFewRing> {
+template <int kNumber, int kBefore, int kRows>
+class FewRing : public Slots<kFewWarps, kNumber, kBefore, kRows> {
+  using Base = Slots<kFewWarps, kNumber, kBefore, kRows>;
+
  public:
-  using Slots::Slots;
+  using Base::Base;
 
   // Leaves the sums of all warps in shared memory.
-  __device__ __forceinline__ void Multiply(FewShared<kMostRows>& shared, const Tokens& x) const {
-    for (int n = 0; n < groups_; ++n) {
-      const int slot = n % kFewSlots;
-      Wait(Full(slot), n / kFewSlots % 2);
-      Products products;
-      products.AddRows(Slot(slot), columns_, x);
+  template <typename Shared, int kPairs>
+  __device__ __forceinline__ void Multiply(Shared& shared, const Tokens<kPairs>& x) const {
+    constexpr int kCopies = kGroupRows / kRows;  // of a group
+    static_assert(kNumber % kCopies == 0);
+    for (int n = 0; n < this->groups_; ++n) {
+      const int first = n * kCopies % kNumber, lane = threadIdx.x % 32;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) Wait(Base::Full(first + i), n * kCopies / kNumber % 2);
+      Products<kPairs> products;
+      products.AddRows(this->Slot(first), this->columns_, x);
+      products.Store(shared, n * kGroupRows);  // after which rows have been read
       __syncwarp();
-      if (threadIdx.x % 32 == 0) Arrive(Empty(slot));
-      StoreSums(shared, n * kGroupRows, products);
+      if (lane < kCopies) Arrive(Base::Empty(first + lane));
     }
     Sync<kFewThreads>();
   }
 };
+
+using FewHeadsRing = FewRing<kFewSlots, kBeforeFewHeads, kGroupRows>;
+using FewOutRing = FewRing<kFewOutSlots, kBeforeFewOut, 1>;
 
 }  // namespace jmx

@@ -53,7 +53,7 @@ class Resources {
         Check(driver().function(&function, module, kKernels[several][i]), "cuModuleGetFunction");
         // All with the same share of an SM's memory, so that they run on it at the same time.
         Check(driver().set_attribute(function, kCarveout, 100), "cuFuncSetAttribute");
-        if (i % 2 == 0) Check(driver().set_attribute(function, kMostShared, kSharedBytes), "cuFuncSetAttribute");
+        Check(driver().set_attribute(function, kMostShared, kSharedBytes), "cuFuncSetAttribute");
       }
     return found = loaded;
   }

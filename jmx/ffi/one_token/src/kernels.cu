@@ -53,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads + 32)
   using namespace jmx;
   BeginNext();
   const Ring ring(call.heads_weights, call.hidden, call.kv_heads * (call.group + 2) * kDim);
+  if (threadIdx.x == kThreads) ring.Begin();
+  __syncthreads();
   if (threadIdx.x >= kThreads) {
-    if (threadIdx.x == kThreads) ring.Begin();
-    __syncthreads();
-    if (threadIdx.x == kThreads) ring.Continue();
+    if (threadIdx.x == kThreads) ring.AskForAll();
     return;
   }
   const bool finishes = (int)threadIdx.x < ring.Count();
@@ -66,7 +66,6 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads + 32)
   LoadScale(call.scale, call.hidden, scaled);
   float bias = 0;
   if (finishes && call.heads_bias != nullptr) bias = Wide(LoadEarly(call.heads_bias + ring.Row() + threadIdx.x));
-  __syncthreads();
   float squares = Scale(x, scaled);
   const float product = ring.Multiply(scaled, squares);
   if (finishes)
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(jmx::kAttentionThreads, 1)
   using namespace jmx;
   BeginNext();
   AttentionShared& shared = *reinterpret_cast<AttentionShared*>(SharedMemory());
-  Attention attention(call, shared, blockIdx.x, __ldg(call.position));
+  Attention<0> attention(call, shared, blockIdx.x, __ldg(call.position));
   attention.Begin();
   AwaitLast();
   attention.Run();
@@ -152,31 +151,103 @@ extern "C" __global__ void __launch_bounds__(jmx::kThreads)
 
 // The same for several tokens.
 
+namespace jmx {
+
+template <int kPairs>
+__device__ __forceinline__ void FewHeads(const Call& call, FewHeadsShared& shared, const FewHeadsRing& ring) {
+  const int row = threadIdx.x % kMostRows;
+  float bias = 0;
+  if (row < ring.Count() && call.heads_bias != nullptr) bias = Wide(LoadEarly(call.heads_bias + ring.Row() + row));
+  Tokens<kPairs> x;
+  x.Load(call.x, call.tokens, call.hidden);
+  x.Scale(shared, call.hidden);
+  Sync<kFewThreads>();
+  ring.Multiply(shared, x);
+  if (row >= ring.Count()) return;
+  const int rows = call.kv_heads * (call.group + 2) * kDim;
+  for (int token = threadIdx.x / kMostRows; token < call.tokens; token += kFewThreads / kMostRows) {
+    const float rate = RateOf(shared, token, call.hidden, call.epsilon);
+    call.heads[token * rows + ring.Row() + row] = Narrow(SumOfWarps(shared, token, row) * rate + bias);
+  }
+}
+
+template <int kPairs>
+__device__ __forceinline__ void FewOut(const Call& call, FewOutShared& shared, const FewOutRing& ring) {
+  const int row = threadIdx.x % kMostRows, first = threadIdx.x / kMostRows, at = ring.Row() + row;
+  constexpr int kApart = kFewThreads / kMostRows, kNumber = kMostTokens / kApart;  // a thread's tokens
+  float before[kNumber] = {}, bias = 0;
+  if (row < ring.Count()) {
+#pragma unroll
+    for (int i = 0; i < kNumber; ++i)
+      if (const int token = first + i * kApart; token < call.tokens)
+        before[i] = Wide(LoadEarly(call.x + token * call.hidden + at));
+    if (call.out_bias != nullptr) bias = Wide(LoadEarly(call.out_bias + at));
+  }
+  AwaitLast();
+  if (threadIdx.x == 0) Arrive(ring.Hurry());
+  Tokens<kPairs> x;
+  x.Load(call.attended, call.tokens, call.kv_heads * call.group * kDim);
+  ring.Multiply(shared, x);
+  if (row >= ring.Count()) return;
+#pragma unroll
+  for (int i = 0; i < kNumber; ++i)
+    if (const int token = first + i * kApart; token < call.tokens)
+      call.x_out[token * call.hidden + at] = Narrow(before[i] + Wide(Narrow(SumOfWarps(shared, token, row) + bias)));
+}
+
+template <int kPairs>
+__device__ __forceinline__ void FewRouter(const Call& call, FewRouterShared& shared) {
+  const int first = blockIdx.x * kFewRouterRows, last = call.experts - 1;
+  const Bf16* weights = call.router_weights + (long long)min(first + Products<kPairs>::RowOf(), last) * call.hidden;
+  uint4 w[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i)
+    w[i] = LoadEarly((const void*)(weights + min(Products<kPairs>::VectorOf(i) * kVector, call.hidden - kVector)));
+  const int row = first + threadIdx.x % kFewRouterRows, token = threadIdx.x / kFewRouterRows;
+  float bias = 0;
+  if (row <= last && call.router_bias != nullptr) bias = Wide(LoadEarly(call.router_bias + row));
+  AwaitLast();
+  Tokens<kPairs> x;
+  x.Load(call.x_out, call.tokens, call.hidden);
+  x.Scale(shared, call.hidden);
+  Products<kPairs> products;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) products.Add(i, x, w[i]);
+  products.Store(shared, 0);
+  Sync<kFewThreads>();
+  if (row <= last && token < call.tokens) {
+    const float rate = RateOf(shared, token, call.hidden, call.router_epsilon);
+    call.logits[token * call.experts + row] = SumOfWarps(shared, token, row - first) * rate + bias;
+  }
+  // The normed tokens, of which each CTA stores some vectors.
+  const int vectors = call.hidden / kVector;
+  for (int n = blockIdx.x * kFewThreads + threadIdx.x; n < call.tokens * vectors; n += gridDim.x * kFewThreads) {
+    const float rate = RateOf(shared, n / vectors, call.hidden, call.router_epsilon);
+    float its[kVector];
+    Unpack(LoadEarly((const void*)(call.x_out + n * kVector)), its);
+    reinterpret_cast<uint4*>(call.normed)[n] = PackScaled(its, shared.scale + n % vectors * kVector, rate);
+  }
+}
+
+}  // namespace jmx
+
 extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)  // for its registers
     jmx_few_tokens_heads(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
   BeginNext();
-  auto& shared = *reinterpret_cast<FewShared<kMostRows>*>(SharedMemory());
-  const int rows = call.kv_heads * (call.group + 2) * kDim;
-  const FewRing ring(call.heads_weights, call.hidden, rows);
-  if (threadIdx.x >= kFewThreads) {
-    if (threadIdx.x == kFewThreads) ring.Begin();
-    __syncthreads();
-    if (threadIdx.x == kFewThreads) ring.Continue();
-    return;
+  auto& shared = *reinterpret_cast<FewHeadsShared*>(SharedMemory());
+  const FewHeadsRing ring(call.heads_weights, call.hidden, call.kv_heads * (call.group + 2) * kDim);
+  if (threadIdx.x == kFewThreads) {
+    InitBarrier(&shared.scaled, 1);
+    ring.Begin();
   }
-  Tokens x;
-  x.Load(call.x, call.tokens, call.hidden);
-  CopyScale(call.scale, call.hidden, shared.scale);
-  const int row = threadIdx.x % kMostRows;
-  float bias = 0;
-  if (row < ring.Count() && call.heads_bias != nullptr) bias = Wide(LoadEarly(call.heads_bias + ring.Row() + row));
   __syncthreads();
-  x.Normalize(shared, call.hidden, call.epsilon);
-  ring.Multiply(shared, x);
-  if (row < ring.Count())
-    for (int token = threadIdx.x / kMostRows; token < call.tokens; token += kFewThreads / kMostRows)
-      call.heads[token * rows + ring.Row() + row] = Narrow(SumOfWarps(shared, token, row) + bias);
+  if (threadIdx.x < kFewThreads) {
+    call.hidden <= kFewColumns ? FewHeads<kFewPairs>(call, shared, ring) : FewHeads<kMostPairs>(call, shared, ring);
+  } else if (threadIdx.x == kFewThreads) {
+    Copy(shared.scale, call.scale, call.hidden * sizeof(float), &shared.scaled);
+    ring.AskForAll();
+  }
 }
 
 // An SM has registers for one of its CTAs beside one of the first product: 3 warps of 96 and 2 of 112 for each scheduler.
@@ -192,7 +263,7 @@ extern "C" __global__ void __maxnreg__(112)
   its.cos += token * (kDim / 2), its.sin += token * (kDim / 2);
   if (call.tables != nullptr) its.tables += token * call.num_pages;
   else its.cache += (long long)token * call.kv_heads * call.page * kDim;
-  Attention attention(its, shared, blockIdx.x - token * ctas, __ldg(call.position + token));
+  Attention<kFewAhead> attention(its, shared, blockIdx.x - token * ctas, __ldg(call.position + token));
   attention.Begin();
   AwaitLast();
   attention.Run();
@@ -203,73 +274,26 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)
   using namespace jmx;
   BeginNext();
   auto& shared = *reinterpret_cast<FewOutShared*>(SharedMemory());
-  const int columns = call.kv_heads * call.group * kDim, first = blockIdx.x * kFewOutRows;
-  const int count = min(kFewOutRows, call.hidden - first);  // a multiple of kGroupRows
-  unsigned char* const rows = SharedMemory() + kBeforeFewRows;
-  if (threadIdx.x == 0) {
-    for (int row = 0; row < count; ++row) InitBarrier(&shared.barriers[row], 1);
-    FenceBarriers();
-  }
+  const int columns = call.kv_heads * call.group * kDim;
+  const FewOutRing ring(call.out_weights, columns, call.hidden);
+  if (threadIdx.x == kFewThreads) ring.Begin();
   __syncthreads();
-  if (threadIdx.x >= kFewThreads) {
-    if (threadIdx.x > kFewThreads) return;
-    for (int row = 0; row < count; ++row) {
-      if (row >= kFewOutAhead) Wait(&shared.barriers[row - kFewOutAhead], 0);
-      Copy(rows + row * columns * 2, call.out_weights + (long long)(first + row) * columns, columns * 2,
-           &shared.barriers[row]);
-    }
-    return;
-  }
-  const int row = threadIdx.x % kFewOutRows, token = threadIdx.x / kFewOutRows;
-  const bool finishes = row < count && token < call.tokens;
-  const int at = token * call.hidden + first + row;
-  float before = 0, bias = 0;
-  if (finishes) before = Wide(LoadEarly(call.x + at));
-  if (finishes && call.out_bias != nullptr) bias = Wide(LoadEarly(call.out_bias + first + row));
-  AwaitLast();
-  Tokens x;
-  x.Load(call.attended, call.tokens, columns);
-  for (int group = 0; group < count; group += kGroupRows) {
-    for (int i = 0; i < kGroupRows; ++i) Wait(&shared.barriers[group + i], 0);
-    Products products;
-    products.AddRows(rows + group * columns * 2, columns, x);
-    StoreSums(shared, group, products);
-  }
-  Sync<kFewThreads>();
-  if (finishes) call.x_out[at] = Narrow(before + Wide(Narrow(SumOfWarps(shared, token, row) + bias)));
+  if (threadIdx.x < kFewThreads)
+    columns <= kFewColumns ? FewOut<kFewPairs>(call, shared, ring) : FewOut<kMostPairs>(call, shared, ring);
+  else if (threadIdx.x == kFewThreads)
+    ring.AskForAll<kFewOutAhead>();
 }
 
-extern "C" __global__ void __launch_bounds__(jmx::kFewThreads, 2)
+// Its registers fit beside those of a CTA of the result's product.
+extern "C" __global__ void __maxnreg__(112)
     jmx_few_tokens_router(const __grid_constant__ jmx::Call call) {
   using namespace jmx;
-  auto& shared = *reinterpret_cast<FewShared<kFewRouterRows>*>(SharedMemory());
-  const int first = blockIdx.x * kFewRouterRows, last = call.experts - 1;
-  const Bf16* weights = call.router_weights + (long long)min(first + Products::RowOf(), last) * call.hidden;
-  uint4 w[kMostPairs];
-#pragma unroll
-  for (int i = 0; i < kMostPairs; ++i)
-    w[i] = LoadEarly((const void*)(weights + min(Products::VectorOf(i) * kVector, call.hidden - kVector)));
-  CopyScale(call.router_scale, call.hidden, shared.scale);
-  const int row = first + threadIdx.x % kFewRouterRows, token = threadIdx.x / kFewRouterRows;
-  float bias = 0;
-  if (row <= last && call.router_bias != nullptr) bias = Wide(LoadEarly(call.router_bias + row));
-  AwaitLast();
-  Tokens x;
-  x.Load(call.x_out, call.tokens, call.hidden);
-  x.Normalize(shared, call.hidden, call.router_epsilon);
-  Products products;
-#pragma unroll
-  for (int i = 0; i < kMostPairs; ++i) products.Add(i, x, w[i]);
-  StoreSums(shared, 0, products);
-  Sync<kFewThreads>();
-  if (row <= last && token < call.tokens)
-    call.logits[token * call.experts + row] = SumOfWarps(shared, token, row - first) + bias;
-#pragma unroll
-  for (int i = 0; i < kMostPairs; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = Tokens::VectorOf(i, half) * kVector;
-      if (Tokens::TokenOf() < call.tokens && at < call.hidden && Tokens::PairOf(i) % gridDim.x == blockIdx.x)
-        *reinterpret_cast<uint4*>(call.normed + Tokens::TokenOf() * call.hidden + at) = x.of[i][half];
-    }
+  auto& shared = *reinterpret_cast<FewRouterShared*>(SharedMemory());
+  if (threadIdx.x == 0) {
+    InitBarrier(&shared.scaled, 1);
+    FenceBarriers();
+    Copy(shared.scale, call.router_scale, call.hidden * sizeof(float), &shared.scaled);
+  }
+  __syncthreads();
+  call.hidden <= kFewColumns ? FewRouter<kFewPairs>(call, shared) : FewRouter<kMostPairs>(call, shared);
 }

@@ -38,6 +38,17 @@ __device__ __forceinline__ void Wait(u64* barrier, u32 parity) {
   } while (!done);
 }
 
+// Whether `Wait` would not wait.
+__device__ __forceinline__ bool Test(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(SharedAddress(barrier)), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // Copies bytes, a multiple of 16; the barrier arrives once, when they have.
 __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes) : "memory");
@@ -45,6 +56,16 @@ __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64*
                    SharedAddress(to)),
                "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
                : "memory");
+}
+
+// Copies 16 bytes, past the L1 cache; and groups of such copies of this thread, which arrive in their order.
+__device__ __forceinline__ void CopyVector(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void EndGroup() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLater>  // that may still be on their way
+__device__ __forceinline__ void AwaitGroups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 }
 
 // Of the threads that multiply.
@@ -75,6 +96,14 @@ __device__ __forceinline__ float LoadOf(u32 cta, const float* at) {
 __device__ __forceinline__ uint4 LoadEarly(const void* from) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 LoadShared(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(SharedAddress(from))
+               : "memory");
   return v;
 }
 __device__ __forceinline__ float LoadEarly(const float* from) {

@@ -10,19 +10,29 @@ struct Elements {
   float of[kMostSteps][kVector];
 };
 
-// A thread's part of the product of a row in shared memory.
-__device__ __forceinline__ float MultiplyRow(const unsigned char* row, int columns, const Elements& x) {
+// A thread's part of the products of kGroupRows rows in shared memory, whose vectors are loaded side by side.
+__device__ __forceinline__ void MultiplyRows(const unsigned char* rows, int columns, const Elements& x, float* sums) {
   const int vectors = columns / kVector;
-  float even = 0, odd = 0;
+  float even[kGroupRows] = {}, odd[kGroupRows] = {};
 #pragma unroll
   for (int i = 0; i < kMostSteps; ++i) {
     if (i * kThreads >= vectors) break;
-    float w[kVector];
-    Unpack(reinterpret_cast<const uint4*>(row)[min(i * kThreads + (int)threadIdx.x, vectors - 1)], w);
+    uint4 of_rows[kGroupRows];
 #pragma unroll
-    for (int j = 0; j < kVector; j += 2) even += w[j] * x.of[i][j], odd += w[j + 1] * x.of[i][j + 1];
+    for (int row = 0; row < kGroupRows; ++row) {
+      const uint4* its = reinterpret_cast<const uint4*>(rows) + row * vectors;
+      of_rows[row] = LoadShared(its + min(i * kThreads + (int)threadIdx.x, vectors - 1));
+    }
+#pragma unroll
+    for (int row = 0; row < kGroupRows; ++row) {
+      float w[kVector];
+      Unpack(of_rows[row], w);
+#pragma unroll
+      for (int j = 0; j < kVector; j += 2) even[row] += w[j] * x.of[i][j], odd[row] += w[j + 1] * x.of[i][j + 1];
+    }
   }
-  return even + odd;
+#pragma unroll
+  for (int row = 0; row < kGroupRows; ++row) sums[row] = even[row] + odd[row];
 }
 
 // kOutRows of them, all in shared memory at once.
@@ -52,9 +62,10 @@ class Tile {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sums[kOutRows];
 #pragma unroll
-    for (int row = 0; row < kOutRows; ++row) {
-      Wait(Full(row), 0);
-      sums[row] = MultiplyRow(Slot(row), columns_, x);
+    for (int first = 0; first < kOutRows; first += kGroupRows) {
+#pragma unroll
+      for (int i = 0; i < kGroupRows; ++i) Wait(Full(first + i), 0);
+      MultiplyRows(Slot(first), columns_, x, sums + first);
     }
     float(&of_warps)[kWarps][kOutRows + 1] = *reinterpret_cast<float(*)[kWarps][kOutRows + 1]>(SharedMemory() + 128);
 #pragma unroll
@@ -81,12 +92,12 @@ class Tile {
   const int columns_;
 };
 
-// Any number of rows up to kMostRows, in groups that pass through a ring of kNumber slots in shared memory, kBefore
-// bytes after its beginning. kReaders warps read a slot before it is free.
-template <int kReaders, int kNumber, int kBefore>
+// Any number of rows up to kMostRows, a multiple of kGroupRows, kRows in each copy. They pass through a ring of kNumber
+// slots in shared memory, kBefore bytes after its beginning. kReaders warps read a slot before it is free.
+template <int kReaders, int kNumber, int kBefore, int kRows = kGroupRows>
 class Slots {
  public:
-  __device__ Slots(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kGroupRows * columns * 2) {
+  __device__ Slots(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kRows * columns * 2) {
     const int groups = rows / kGroupRows, begin = (int)blockIdx.x * groups / (int)gridDim.x;
     row_ = begin * kGroupRows;
     groups_ = ((int)blockIdx.x + 1) * groups / (int)gridDim.x - begin;
@@ -97,32 +108,34 @@ class Slots {
   __device__ int Row() const { return row_; }
   __device__ int Count() const { return groups_ * kGroupRows; }
 
-  // Asks for the first groups. By one thread, before all threads meet.
+  // By one thread, before all threads meet.
   __device__ void Begin() const {
     for (int i = 0; i < kNumber; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kReaders);
+    InitBarrier(Hurry(), 1);
     FenceBarriers();
-    for (int n = 0; n < min(groups_, kNumber); ++n) Ask(n);
   }
 
-  // Asks for the others, each when its slot is free. By the same thread.
-  __device__ void Continue() const {
-    for (int n = kNumber; n < groups_; ++n) {
-      Wait(Empty(n % kNumber), n / kNumber % 2 ^ 1);
-      Ask(n);
+  // Asks for all rows, by each copy when its slot is free; at most kAhead are on their way until `Hurry` has been arrived
+  // at. By one thread, after all have met, as each copy takes it 0.3 us.
+  template <int kAhead = kNumber>
+  __device__ void AskForAll() const {
+    bool slowly = kAhead < kNumber;
+    for (int n = 0; n < Count() / kRows; ++n) {
+      const int slot = n % kNumber, before = n - kAhead;
+      if (n >= kNumber) Wait(Empty(slot), n / kNumber % 2 ^ 1);
+      while (slowly && before >= 0 && !Test(Full(before % kNumber), before / kNumber % 2)) slowly = !Test(Hurry(), 0);
+      Copy(Slot(slot), weights_ + (long long)n * kRows * columns_, bytes_, Full(slot));
     }
   }
+  __device__ static u64* Hurry() { return Full(2 * kNumber); }
 
  protected:
   __device__ static u64* Full(int slot) { return reinterpret_cast<u64*>(SharedMemory()) + slot; }
   __device__ static u64* Empty(int slot) { return Full(kNumber + slot); }
   __device__ unsigned char* Slot(int slot) const { return SharedMemory() + kBefore + slot * bytes_; }
-  __device__ void Ask(int n) const {
-    const int slot = n % kNumber;
-    Copy(Slot(slot), weights_ + (long long)n * kGroupRows * columns_, bytes_, Full(slot));
-  }
 
   const Bf16* weights_;
-  const int columns_, bytes_;  // of a group
+  const int columns_, bytes_;  // of a copy
   int row_, groups_;
 };
 
@@ -141,8 +154,7 @@ class Ring : public Slots<kWarps, kSlots, kBeforeRing> {
       const int slot = n % kSlots;
       Wait(Full(slot), n / kSlots % 2);
       float sums[kGroupRows];
-#pragma unroll
-      for (int row = 0; row < kGroupRows; ++row) sums[row] = MultiplyRow(Slot(slot) + row * columns_ * 2, columns_, x);
+      MultiplyRows(Slot(slot), columns_, x, sums);
       __syncwarp();
       if (lane == 0) Arrive(Empty(slot));
 #pragma unroll
