@@ -16,6 +16,10 @@ from jmx.models.decoder import Model
 from jmx.models.program_store import ProgramStore
 from jmx.models.programs import Program
 
+# From so many tokens on, the last layer computes those alone after which logits are wanted: what that saves with fewer
+# is not worth a further program.
+LAST_ALONE = 256
+
 
 class Weights(NamedTuple):
     """The variables of a module as a list, which is flattened faster than a module, and how to make it of them."""
@@ -69,7 +73,15 @@ class Forward:
                 x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
             return weights.merge(arrays).logits(x)
 
+        def finish(
+            arrays: list[jax.Array], x: jax.Array, starts: jax.Array | None, cache: jax.Array, lengths: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            model: Model = weights.merge(arrays)
+            x, cache = model.finish(x, starts, cache, lengths - 1)
+            return model.logits(x[:, 0]), cache
+
         self._embed, self._head = self._program(embed, weights), self._program(head, weights)
+        self._finish = self._program(finish, weights, donate=("cache",))
 
     def __call__(
         self,
@@ -90,20 +102,23 @@ class Forward:
             all_logits: whether to return those after all tokens, (B, T, vocab_size).
         """
         x, angles, mask = self._embed(self._weights.arrays, tokens, starts, lengths)
-        last = None if all_logits else lengths
+        alone = not all_logits and tokens.shape[1] > 1 and tokens.size >= LAST_ALONE
+        whole = list(zip(self._layers[: -1 if alone else None], caches, strict=False))
         # All programs are compiled side by side; those of experts, which take longest, begin first.
-        kinds = dict.fromkeys(experts.program for _, experts in self._layers)
-        feed_forward = {program: program.compile(x, mask) for program in kinds}
-        like = {(its.program, cache.shape): cache for (its, _), cache in zip(self._layers, caches, strict=True)}
+        feed_forward = {its: its.compile(x, mask) for its in dict.fromkeys(experts.program for (_, experts), _ in whole)}
+        like = {(its.program, cache.shape): cache for (its, _), cache in whole}
         attend = {key: key[0].compile(x, starts, angles, cache) for key, cache in like.items()}
-        self._head.compile(x, last)
+        end, given = (self._finish, (starts, caches[-1])) if alone else (self._head, ())
+        last = None if all_logits else lengths
+        end.compile(x, *given, last)
         written = []
-        for (attention, experts), cache in zip(self._layers, caches, strict=True):
+        for (attention, experts), cache in whole:
             run = attend[attention.program, cache.shape].result()
             x, cache = run(attention.weights, x, starts, angles, cache)
             x = feed_forward[experts.program].result()(experts.weights, x, mask)
             written.append(cache)
-        return self._head(self._weights.arrays, x, last), written
+        found = end(self._weights.arrays, x, *given, last)
+        return (found[0], [*written, found[1]]) if alone else (found, written)
 
     def _attention(self, weights: Weights) -> Sublayer:
         def attend(
