@@ -103,17 +103,24 @@ def check_latent(
 
 
 @pytest.mark.parametrize(
-    ("ctas", "heads", "blocks", "most", "together"),
-    [(132, 64, 32, 32, 8), (132, 64, 32, 2, 16), (132, 37, 8, 8, 16), (7, 5, 9, 4, 1), (45, 5, 9, 9, 2)],
+    ("ctas", "heads", "steps", "together"),
+    [
+        (132, 64, (*range(1, 33),), 8),
+        (132, 64, (1, *[2] * 31), 16),
+        (132, 37, (*range(1, 9),), 16),
+        (7, 5, (1, 2, 3, *[4] * 6), 1),
+        (45, 5, (*range(1, 10),), 2),
+        (132, 64, (2, 3, 5, 6, 8, 8), 16),  # items of 192 queries of 1024
+    ],
 )
 def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(
-    ctas: int, heads: int, blocks: int, most: int, together: int
+    ctas: int, heads: int, steps: tuple[int, ...], together: int
 ) -> None:
-    counts, *turns = plan(ctas, heads, blocks, most, together)
+    counts, *turns = plan(ctas, heads, steps, together)
     taken = [[turn[cta] for turn in turns[:count]] for cta, count in enumerate(counts)]
-    assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
-    steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
-    assert max(steps) - min(steps) <= most + 1
+    assert sorted(item for its in taken for item in its) == [*range(heads * len(steps))]
+    taking = [sum(steps[item % len(steps)] + 1 for item in its) for its in taken]
+    assert max(taking) - min(taking) <= max(steps) + 1
 
 
 @pytest.mark.parametrize(

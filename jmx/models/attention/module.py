@@ -101,9 +101,7 @@ class Attention(SelfAttention):
         cached = self._cached(key, value, angles)
         return (self._turned(query, self.query_norm, angles), *cached), cached
 
-    def cached_parts(
-        self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def cached_parts(self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         """By the product of x and the rows of keys and values alone."""
         of_group = (self.group + 2) * self.head_dim
         key, value = jnp.split(self.grouped.last_of_groups(x, norm, of_group, 2 * self.head_dim), 2, axis=-1)
@@ -115,9 +113,7 @@ class Attention(SelfAttention):
         value = value if self.clip is None else jnp.clip(value, -self.clip, self.clip)
         return self._turned(key, self.key_norm, angles), value
 
-    def _turned(
-        self, heads: jax.Array, norm: RMSNorm | None, angles: tuple[jax.Array, jax.Array]
-    ) -> jax.Array:
+    def _turned(self, heads: jax.Array, norm: RMSNorm | None, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Queries or keys (B, T, heads, D), normalized, clipped and rotated."""
         heads = heads if norm is None else self._normalized(heads, norm)
         return rotate(heads if self.clip is None else jnp.clip(heads, -self.clip, self.clip), angles)

@@ -73,9 +73,7 @@ class SelfAttention(nnx.Module):
         """What `attend` needs of the T tokens, and the parts of the cache, (B, T, heads, W) each."""
         raise NotImplementedError
 
-    def cached_parts(
-        self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    def cached_parts(self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         """The parts of the cache that `project` returns. A compiler leaves out most of what only queries need."""
         return self.project(x, norm, angles)[1]
 

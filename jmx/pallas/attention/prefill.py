@@ -78,9 +78,7 @@ def flash_prefill(
     factor = dim**-0.5 if scale is None else scale
     group, value_dim = heads // keys.shape[2], values.shape[-1]
     consumers = _consumers(length, dim, window)
-    items = Items(
-        batch, length, heads, window, 0, token_bytes=2 * (dim + value_dim) / group, queries=consumers * ROWS
-    )
+    items = Items(batch, length, heads, window, 0, token_bytes=2 * (dim + value_dim) / group, queries=consumers * ROWS)
     items = replace(items, ctas=items.count if core_count is None else min(core_count, items.count))
     call = _Call(items, group, dim, value_dim, factor)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
