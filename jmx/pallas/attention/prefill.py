@@ -136,7 +136,7 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             window=call.window,
             persistent=call.items.ctas < call.items.count,
             pages=isinstance(source, _Pages),
-            consumers=call.consumers,
+            consumers=call.consumers if call.consumers > 2 else None,
         ),
         scratch_types={
             "shared": Shared.types(
