@@ -1,4 +1,4 @@
-"""Passes of which the last layer computes the wanted tokens alone, beside those of all tokens: families, turns, meshes."""
+"""Passes whose last layer computes the wanted tokens alone, beside whole ones: families, turns, meshes."""
 
 from pathlib import Path
 from typing import Any

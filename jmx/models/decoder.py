@@ -253,8 +253,8 @@ class Model(nnx.Module):
         """Arrays whose first axis is of rows of a batch, on the devices of these rows; also while tracing."""
         return tree if self.split is None else self.split.place(tree, "token")
 
-    def put_rows[Tree](self, tree: Tree) -> Tree:
-        """Arrays of the host as `by_row` has them, by one call."""
+    def put_rows(self, tree: Any) -> Any:
+        """Numpy arrays as `by_row` has arrays, by one call."""
         return jax.device_put(tree) if self.split is None else self.by_row(tree)
 
     def whole[Tree](self, tree: Tree) -> Tree:

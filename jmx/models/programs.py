@@ -71,9 +71,7 @@ class Program:
         """The compiled program for such arguments, which takes the weights and the arguments that are not static."""
         return self.compile(*arguments, **static).result()
 
-    def compile(
-        self, *arguments: Any, context: tuple[Hashable, ...] | None = None, **static: Hashable
-    ) -> Future[Compiled]:
+    def compile(self, *arguments: Any, context: Hashable = None, **static: Hashable) -> Future[Compiled]:
         """Begins to compile the program for such arguments, which may be `jax.ShapeDtypeStruct`, unless it has begun.
 
         Returns when the function is lowered: XLA compiles it in another thread. `context` is the present
