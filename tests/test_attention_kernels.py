@@ -17,6 +17,7 @@ import sass
 from model_steps import relative_error
 
 from jmx.models.attention.functions import NO_SINK, attend, flash_attention
+from jmx.pallas.attention import prefill
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
@@ -237,6 +238,17 @@ def test_interpreted_kernels_attend_as_the_plain_code_does(
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize(("length", "cores"), [(128, None), (256, 2), (640, 3)])
+def test_interpreted_consumers_that_are_three_attend_as_the_plain_code_does(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, length: int, cores: int | None
+) -> None:
+    monkeypatch.setattr(prefill, "LONG", 128)
+    with interpreted(monkeypatch):
+        check_prompt(rng, length, 2, (64, 64), None, batch=1, cores=cores)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [1, 16, 24, 80])
 def test_the_interpreted_kernel_attends_to_latents_as_the_plain_code_does(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, heads: int
@@ -279,6 +291,23 @@ def test_the_kernels_attend_as_the_plain_code_does(
     rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None
 ) -> None:
     check_prompt(rng, length, group, sizes, window)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cores", [None, 5, CORES])
+@pytest.mark.parametrize("length", [128, 256, 384, 640, 1152, 4096])  # of which 192 queries divide one
+@pytest.mark.parametrize("sizes", [(64, 64), (48, 32)])
+def test_three_consumers_attend_as_the_plain_code_does(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    sizes: tuple[int, int],
+    cores: int | None,
+) -> None:
+    monkeypatch.setattr(prefill, "LONG", 128)
+    check_prompt(rng, length, 8, sizes, None, cores=cores)
 
 
 @pytest.mark.gpu
