@@ -32,6 +32,10 @@ CORES = 132
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
 TOLERANCE = 4e-3
 on_hopper = pytest.mark.skipif(Environment.probe().compute_capability != (9, 0), reason="needs a Hopper GPU")
+last_phases_may_be_skipped = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="before jax 0.12 the interpreter refused barriers whose last arrivals nobody waits for",
+)
 
 
 def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int, value_dim: int) -> list[jax.Array]:
@@ -206,6 +210,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@last_phases_may_be_skipped
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -236,6 +241,7 @@ def test_interpreted_kernels_attend_as_the_plain_code_does(
         check_prompt(rng, length, group, sizes, window, batch=1, cores=cores)
 
 
+@last_phases_may_be_skipped
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("length", "cores"), [(128, None), (256, 2), (640, 3)])

@@ -25,8 +25,7 @@ from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
 STORED = 64  # channels of results that are written at a time, where these are a multiple of that
-OPEN = True
-LONG = 1024  # tokens of a prompt from which on three consumers are used: 192 queries do not divide a prompt
+LONG = 2048  # tokens of a prompt from which on three consumers are used: they wait for each other at its last keys
 MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 PRODUCER_REGISTERS = {2: 40, 3: 32}  # of a thread, by the number of consumers
@@ -176,11 +175,6 @@ class _Call:
         return self.items.window
 
     @property
-    def is_open(self) -> bool:
-        """Whether sums of softmaxes are reduced at the end of an item instead of in each step."""
-        return OPEN
-
-    @property
     def is_queued(self) -> bool:
         """Whether tensor cores, not exponentials, bound a step: then products are queued right after each other."""
         return self.dim > 128 and self.window is None
@@ -268,10 +262,10 @@ def _consume(call: _Call, operands: _Operands, out: Ref, smem: Shared, warpgroup
 
     def attend(item: Item) -> None:
         sink = operands.sinks[item.head] * TO_BITS  # read while keys are multiplied
-        softmax = RunningSoftmax.begin(ROWS, call.value_dim, open=call.is_open)
+        softmax = RunningSoftmax.begin(ROWS, call.value_dim, open=True)
         attend_blocks = _attend_queued if call.is_queued else _attend_blocks
         softmax = attend_blocks(call, item, smem, warpgroup, softmax)
-        results = (softmax.closed() if call.is_open else softmax).results(sink)
+        results = softmax.closed().results(sink)
         here = pl.ds(item.tile * call.items.queries + warpgroup * ROWS, ROWS)
         _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
