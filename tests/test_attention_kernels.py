@@ -17,6 +17,7 @@ import sass
 from model_steps import relative_error
 
 from jmx.models.attention.functions import NO_SINK, attend, flash_attention
+from jmx.pallas.attention import prefill
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
@@ -107,17 +108,24 @@ def check_latent(
 
 
 @pytest.mark.parametrize(
-    ("ctas", "heads", "blocks", "most", "together"),
-    [(132, 64, 32, 32, 8), (132, 64, 32, 2, 16), (132, 37, 8, 8, 16), (7, 5, 9, 4, 1), (45, 5, 9, 9, 2)],
+    ("ctas", "heads", "steps", "together"),
+    [
+        (132, 64, (*range(1, 33),), 8),
+        (132, 64, (1, *[2] * 31), 16),
+        (132, 37, (*range(1, 9),), 16),
+        (7, 5, (1, 2, 3, *[4] * 6), 1),
+        (45, 5, (*range(1, 10),), 2),
+        (132, 64, (2, 3, 5, 6, 8, 8), 16),  # items of 192 queries of 1024
+    ],
 )
 def test_a_plan_has_every_item_once_and_divides_the_steps_evenly(
-    ctas: int, heads: int, blocks: int, most: int, together: int
+    ctas: int, heads: int, steps: tuple[int, ...], together: int
 ) -> None:
-    counts, *turns = plan(ctas, heads, blocks, most, together)
+    counts, *turns = plan(ctas, heads, steps, together)
     taken = [[turn[cta] for turn in turns[:count]] for cta, count in enumerate(counts)]
-    assert sorted(item for its in taken for item in its) == [*range(heads * blocks)]
-    steps = [sum(min(item % blocks + 1, most) + 1 for item in its) for its in taken]
-    assert max(steps) - min(steps) <= most + 1
+    assert sorted(item for its in taken for item in its) == [*range(heads * len(steps))]
+    taking = [sum(steps[item % len(steps)] + 1 for item in its) for its in taken]
+    assert max(taking) - min(taking) <= max(steps) + 1
 
 
 @pytest.mark.parametrize(
@@ -233,6 +241,18 @@ def test_interpreted_kernels_attend_as_the_plain_code_does(
         check_prompt(rng, length, group, sizes, window, batch=1, cores=cores)
 
 
+@last_phases_may_be_skipped
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("length", "cores"), [(128, None), (256, 2), (640, 3)])
+def test_interpreted_consumers_that_are_three_attend_as_the_plain_code_does(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, length: int, cores: int | None
+) -> None:
+    monkeypatch.setattr(prefill, "LONG", 128)
+    with interpreted(monkeypatch):
+        check_prompt(rng, length, 2, (64, 64), None, batch=1, cores=cores)
+
+
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [1, 16, 24, 80])
@@ -277,6 +297,23 @@ def test_the_kernels_attend_as_the_plain_code_does(
     rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None
 ) -> None:
     check_prompt(rng, length, group, sizes, window)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("cores", [None, 5, CORES])
+@pytest.mark.parametrize("length", [128, 256, 384, 640, 1152, 4096])  # of which 192 queries divide one
+@pytest.mark.parametrize("sizes", [(64, 64), (48, 32)])
+def test_three_consumers_attend_as_the_plain_code_does(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    sizes: tuple[int, int],
+    cores: int | None,
+) -> None:
+    monkeypatch.setattr(prefill, "LONG", 128)
+    check_prompt(rng, length, 8, sizes, None, cores=cores)
 
 
 @pytest.mark.gpu

@@ -267,7 +267,7 @@ def test_layers_alike_share_programs_which_compute_what_the_model_does(config: A
     runner = Runner(model)
     prompts = [[1, 2, 3, 4, 5], [6, 7, 8]]
     logits, cache = runner.prefill(prompts, all_logits=True)
-    assert len(runner._forward._programs) == 5  # two of attention, one of experts, and both ends
+    assert len(runner._forward._programs) == 6  # two of attention, one of experts, the first and two kinds of last
     tokens = np.zeros((2, 16), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -1,5 +1,6 @@
 """The blocks of a decoder: attention, then experts or one MLP for all tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,23 +58,33 @@ class AttentionSublayer(nnx.Module):
             found = attend_and_route(x, self.norm, self.attention, *after, starts, angles, cache)
             if found is not None:
                 return found
-        return (*self._attended(x, starts, angles, cache), None)
+        return (*self._by_device(_attended, x, starts, angles, cache), None)
 
-    def _attended(
-        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: Any
+    def fill(self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: Any) -> Any:
+        """The cache with all tokens of x, of which no result is wanted."""
+        return self._by_device(_filled, x, starts, angles, cache)[1]
+
+    def _by_device(
+        self,
+        function: Callable[..., tuple[jax.Array, Any]],
+        x: jax.Array,
+        starts: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        cache: Any,
     ) -> tuple[jax.Array, Any]:
+        """The residual stream and the cache that `function` of norm, attention and the rest returns."""
         if self.split is None:
-            return _attended(self.norm, self.attention, x, starts, angles, cache)
+            return function(self.norm, self.attention, x, starts, angles, cache)
         rows, cached = ("token",), self.attention.cache_axes
         if isinstance(cache, PagedLayer):
             of_tokens = (x, rows), (starts, rows), (angles, rows)
             arguments = (*of_tokens, (cache.pages, cached), (cache.places, rows))
-            function = partial(_attended_pages, cache.num_rows)
-            x, pages = on_each_device(self.split, (self.norm, self.attention), function, arguments, (rows, cached))
+            of_pages = partial(_of_pages, function, cache.num_rows)
+            x, pages = on_each_device(self.split, (self.norm, self.attention), of_pages, arguments, (rows, cached))
             return x, replace(cache, pages=pages)
         of_rows = rows if angles[0].shape[0] == x.shape[0] else ()  # else positions are those of all rows
         arguments = (x, rows), (starts, rows), (angles, of_rows), (cache, cached)
-        return on_each_device(self.split, (self.norm, self.attention), _attended, arguments, (rows, cached))
+        return on_each_device(self.split, (self.norm, self.attention), function, arguments, (rows, cached))
 
 
 def _attended(
@@ -82,7 +93,14 @@ def _attended(
     return attention(x, norm, starts, angles, cache)
 
 
-def _attended_pages(
+def _filled(
+    norm: RMSNorm, attention: Any, x: jax.Array, starts: jax.Array | None, angles: Any, cache: Any
+) -> tuple[jax.Array, Any]:
+    return x, attention.fill(x, norm, angles, starts, cache)
+
+
+def _of_pages(
+    function: Callable[..., tuple[jax.Array, Any]],
     num_rows: int,
     norm: RMSNorm,
     attention: Any,
@@ -92,7 +110,7 @@ def _attended_pages(
     pages: jax.Array,
     places: Places,
 ) -> tuple[jax.Array, jax.Array]:
-    x, layer = _attended(norm, attention, x, starts, angles, PagedLayer(pages, places, num_rows))
+    x, layer = function(norm, attention, x, starts, angles, PagedLayer(pages, places, num_rows))
     return x, layer.pages
 
 

@@ -196,6 +196,32 @@ class Model(nnx.Module):
                 records.append(record)
         return x, written
 
+    def finish(
+        self, x: jax.Array, starts: jax.Array | None, cache: jax.Array, wanted: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The last layer of a pass of which the results of one token a row are wanted, as for the next one's logits.
+
+        All tokens are written to the cache; the rest of the layer is computed as a step of that token.
+
+        Args:
+            x: (B, T, H), the residual stream before the layer.
+            starts: as for the call.
+            cache: the layer's.
+            wanted: int32 (B,), the index of the token among a row's T.
+
+        Returns:
+            The residual stream (B, 1, H), and the new cache.
+        """
+        attention, experts = self.layers[-1].sublayers()
+        positions = jnp.arange(x.shape[1])[None]
+        angles = self.angles(positions if starts is None else starts[:, None] + positions)
+        cache = attention.fill(x, starts, angles, cache)
+        x = jnp.take_along_axis(x, wanted[:, None, None], axis=1)
+        starts = wanted if starts is None else starts + wanted
+        x, starts = self.by_row((x, starts))
+        x, cache, routed = attention(x, starts, self.angles(starts[:, None]), cache)
+        return experts(x, None, None, routed)[0], cache
+
     def embed(self, tokens: jax.Array, starts: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The residual stream before the first layer (B, T, H), and the angles of the positions of `tokens`."""
         positions = jnp.arange(tokens.shape[1])[None]
@@ -226,6 +252,10 @@ class Model(nnx.Module):
     def by_row[Tree](self, tree: Tree) -> Tree:
         """Arrays whose first axis is of rows of a batch, on the devices of these rows; also while tracing."""
         return tree if self.split is None else self.split.place(tree, "token")
+
+    def put_rows(self, tree: Any) -> Any:
+        """Numpy arrays as `by_row` has arrays, by one call."""
+        return jax.device_put(tree) if self.split is None else self.by_row(tree)
 
     def whole[Tree](self, tree: Tree) -> Tree:
         """Arrays, such as tokens that the host reads, on every device; also while tracing."""

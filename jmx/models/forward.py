@@ -6,6 +6,7 @@ than a layer needs for its tokens. A step of decoding is shorter than that: it i
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.models.decoder import Model
+from jmx.models.program_identity import tracing_context
 from jmx.models.program_store import ProgramStore
 from jmx.models.programs import Program
+
+# From so many tokens on, the last layer computes those alone after which logits are wanted: what that saves with fewer
+# is not worth a further program.
+LAST_ALONE = 256
 
 
 class Weights(NamedTuple):
@@ -46,12 +52,16 @@ class Forward:
 
     Args:
         model: its present weights are used.
-        weights: those of the whole model.
         store: keeps compiled programs; None: nothing does.
     """
 
-    def __init__(self, model: Model, weights: Weights, store: ProgramStore | None):
-        self._weights, self._store = weights, store
+    def __init__(self, model: Model, store: ProgramStore | None):
+        # What is outside of the layers, and the last one: a call with all weights would take the host half a
+        # millisecond, for which the device waits.
+        end = copy(model)
+        end.layers = nnx.List([model.layers[-1]])
+        self._weights = weights = Weights.of(end)
+        self._store = store
         self._programs: dict[Any, Program] = {}
         self._layers: list[tuple[Sublayer, Sublayer]] = []
         for layer in model.layers:
@@ -69,7 +79,15 @@ class Forward:
                 x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
             return weights.merge(arrays).logits(x)
 
+        def finish(
+            arrays: list[jax.Array], x: jax.Array, starts: jax.Array | None, cache: jax.Array, lengths: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            model: Model = weights.merge(arrays)
+            x, cache = model.finish(x, starts, cache, lengths - 1)
+            return model.logits(x[:, 0]), cache
+
         self._embed, self._head = self._program(embed, weights), self._program(head, weights)
+        self._finish = self._program(finish, weights, donate=("cache",))
 
     def __call__(
         self,
@@ -90,20 +108,25 @@ class Forward:
             all_logits: whether to return those after all tokens, (B, T, vocab_size).
         """
         x, angles, mask = self._embed(self._weights.arrays, tokens, starts, lengths)
-        last = None if all_logits else lengths
+        context = tracing_context()
+        alone = not all_logits and tokens.shape[1] > 1 and tokens.size >= LAST_ALONE
+        whole = list(zip(self._layers[: -1 if alone else None], caches, strict=False))
         # All programs are compiled side by side; those of experts, which take longest, begin first.
-        kinds = dict.fromkeys(experts.program for _, experts in self._layers)
-        feed_forward = {program: program.compile(x, mask) for program in kinds}
-        like = {(its.program, cache.shape): cache for (its, _), cache in zip(self._layers, caches, strict=True)}
-        attend = {key: key[0].compile(x, starts, angles, cache) for key, cache in like.items()}
-        self._head.compile(x, last)
+        kinds = dict.fromkeys(experts.program for (_, experts), _ in whole)
+        feed_forward = {program: program.compile(x, mask, context=context) for program in kinds}
+        like = {(its.program, cache.shape): cache for (its, _), cache in whole}
+        attend = {key: key[0].compile(x, starts, angles, cache, context=context) for key, cache in like.items()}
+        end, given = (self._finish, (starts, caches[-1])) if alone else (self._head, ())
+        last = None if all_logits else lengths
+        end.compile(x, *given, last, context=context)
         written = []
-        for (attention, experts), cache in zip(self._layers, caches, strict=True):
+        for (attention, experts), cache in whole:
             run = attend[attention.program, cache.shape].result()
             x, cache = run(attention.weights, x, starts, angles, cache)
             x = feed_forward[experts.program].result()(experts.weights, x, mask)
             written.append(cache)
-        return self._head(self._weights.arrays, x, last), written
+        found = end(self._weights.arrays, x, *given, last)
+        return (found[0], [*written, found[1]]) if alone else (found, written)
 
     def _attention(self, weights: Weights) -> Sublayer:
         def attend(

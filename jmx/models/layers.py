@@ -87,6 +87,18 @@ class Linear(nnx.Module):
             return self(x, norm).astype(x.dtype)
         return self._by_kernel(x, norm, dtype=x.dtype)[0].astype(x.dtype)
 
+    def last_of_groups(self, x: jax.Array, norm: RMSNorm, rows: int, last: int) -> jax.Array:
+        """`rounded`, of the `last` of each `rows` outputs alone: (..., groups, last)."""
+
+        def part(array: jax.Array) -> jax.Array:
+            return array.reshape(-1, rows, *array.shape[1:])[:, rows - last :].reshape(-1, *array.shape[1:])
+
+        if self.summed:
+            return self.rounded(x, norm).reshape(*x.shape[:-1], -1, rows)[..., rows - last :]
+        bias = None if self.bias is None else part(self.bias[...])
+        out = project(x, part(self.floats(x.dtype)), bias, norm, x.dtype)
+        return out.astype(x.dtype).reshape(*x.shape[:-1], -1, last)
+
     def add_to(self, residual: jax.Array, x: jax.Array) -> jax.Array:
         """The result for x (..., in), rounded to the dtype of `residual` (..., out), added to it."""
         if self.summed:

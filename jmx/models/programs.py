@@ -71,12 +71,13 @@ class Program:
         """The compiled program for such arguments, which takes the weights and the arguments that are not static."""
         return self.compile(*arguments, **static).result()
 
-    def compile(self, *arguments: Any, **static: Hashable) -> Future[Compiled]:
+    def compile(self, *arguments: Any, context: Hashable = None, **static: Hashable) -> Future[Compiled]:
         """Begins to compile the program for such arguments, which may be `jax.ShapeDtypeStruct`, unless it has begun.
 
-        Returns when the function is lowered: XLA compiles it in another thread.
+        Returns when the function is lowered: XLA compiles it in another thread. `context` is the present
+        `tracing_context`, for a caller that looks up several programs.
         """
-        its = (signature(arguments), *sorted(static.items()), tracing_context())
+        its = (signature(arguments), *sorted(static.items()), tracing_context() if context is None else context)
         found = self._compiled.get(its)
         if found is None or (found.done() and found.exception() is not None):  # a failure may be one of memory
             found = self._compiled[its] = self._start(its, arguments, static)

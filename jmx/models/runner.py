@@ -60,7 +60,7 @@ class Runner:
         check_instance("store", store, ProgramStore | None, "a ProgramStore, or None")
         weights = Weights.of(model)
         self._weights = weights.arrays
-        self._forward = Forward(model, weights, store)
+        self._forward = Forward(model, store)
         by_row, whole = self.model.by_row, self.model.whole
 
         def decode(
@@ -131,7 +131,7 @@ class Runner:
                 f"`cache` ({cache.batch} rows of {cache.capacity}) must have {padded.shape[0]} rows of at least "
                 f"{padded.shape[1]}, the bucket of the longest prompt (={lengths.max()})"
             )
-        tokens, on_device = self.model.by_row((jnp.asarray(padded), jnp.asarray(lengths)))
+        tokens, on_device = self.model.put_rows((padded, lengths))
         logits, layers = self._forward(tokens, None, cache.layers, on_device, all_logits=all_logits)
         return logits, Cache(layers, on_device, int(lengths.max()))
 
@@ -155,7 +155,7 @@ class Runner:
             raise ValueError(f"`tokens` (of {len(tokens)} rows) must have {cache.batch} rows, those of the cache")
         padded, lengths = padded_rows(tokens)
         cache = cache.reserve(cache.longest + padded.shape[1])
-        new, on_device, starts = self.model.by_row((jnp.asarray(padded), jnp.asarray(lengths), cache.lengths))
+        (new, on_device), starts = self.model.put_rows((padded, lengths)), self.model.by_row(cache.lengths)
         logits, layers = self._forward(new, starts, cache.layers, on_device)
         return logits, Cache(layers, starts + on_device, cache.longest + int(lengths.max()))
 
@@ -238,8 +238,8 @@ class Runner:
 
     def _chunks(self, call: _Call) -> Iterator[Chunk]:
         """The first tokens alone, then `CHUNK` steps each; the last one may be longer than needed."""
-        numbers = jax.device_put(call.sampler.numbers)
         state, ready = self._start(call)
+        numbers = jax.device_put(call.sampler.numbers)  # behind the prompt, which does not wait for it
         longest = max(map(len, call.prompts))
 
         def read() -> Chunk:

@@ -98,12 +98,25 @@ class Attention(SelfAttention):
         groups = self.grouped.rounded(x, norm).reshape(*x.shape[:2], -1, self.group + 2, self.head_dim)
         parts = jnp.split(groups, (self.group, self.group + 1), axis=3)
         query, key, value = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in parts)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self._normalized(query, self.query_norm), self._normalized(key, self.key_norm)
-        if self.clip is not None:
-            query, key, value = (jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value))
-        query, key = rotate(query, angles), rotate(key, angles)
-        return (query, key, value), (key, value)
+        cached = self._cached(key, value, angles)
+        return (self._turned(query, self.query_norm, angles), *cached), cached
+
+    def cached_parts(self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        """By the product of x and the rows of keys and values alone."""
+        of_group = (self.group + 2) * self.head_dim
+        key, value = jnp.split(self.grouped.last_of_groups(x, norm, of_group, 2 * self.head_dim), 2, axis=-1)
+        return self._cached(key, value, angles)
+
+    def _cached(
+        self, key: jax.Array, value: jax.Array, angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        value = value if self.clip is None else jnp.clip(value, -self.clip, self.clip)
+        return self._turned(key, self.key_norm, angles), value
+
+    def _turned(self, heads: jax.Array, norm: RMSNorm | None, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Queries or keys (B, T, heads, D), normalized, clipped and rotated."""
+        heads = heads if norm is None else self._normalized(heads, norm)
+        return rotate(heads if self.clip is None else jnp.clip(heads, -self.clip, self.clip), angles)
 
     def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
         query, *keys_and_values = heads

@@ -56,11 +56,26 @@ class SelfAttention(nnx.Module):
         heads, parts = self.project(x, norm, angles)
         return heads, write(cache, parts, starts)
 
+    def fill[Layer: (jax.Array, PagedLayer)](
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        angles: tuple[jax.Array, jax.Array],
+        starts: jax.Array | None,
+        cache: Layer,
+    ) -> Layer:
+        """The cache with the T tokens, of which nothing else is wanted."""
+        return write(cache, self.cached_parts(x, norm, angles), starts)
+
     def project(
         self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """What `attend` needs of the T tokens, and the parts of the cache, (B, T, heads, W) each."""
         raise NotImplementedError
+
+    def cached_parts(self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        """The parts of the cache that `project` returns. A compiler leaves out most of what only queries need."""
+        return self.project(x, norm, angles)[1]
 
     def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
         """Attention over a cache that has the T tokens, or (`starts` None) over these alone: (B, T, heads, V)."""

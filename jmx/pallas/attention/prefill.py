@@ -7,7 +7,7 @@ After `jax.experimental.pallas.ops.gpu.attention_mgpu`, which has neither sinks 
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,16 +25,19 @@ from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
 STORED = 64  # channels of results that are written at a time, where these are a multiple of that
+LONG = 2048  # tokens of a prompt from which on three consumers are used: they wait for each other at its last keys
 MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
 MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
+PRODUCER_REGISTERS = {2: 40, 3: 32}  # of a thread, by the number of consumers
+CONSUMER_REGISTERS = {2: 232, 3: 160}
 SHARED_MEMORY = 226 * 1024  # bytes for queries, results, keys and values; a CTA has 227 KiB, with barriers
 
 _State = tuple[RunningSoftmax, jax.Array]  # the softmax before a step, and the scores of that step
 
 
-def stages(key_dim: int, value_dim: int) -> int:
+def stages(key_dim: int, value_dim: int, consumers: int = 2) -> int:
     """Stages of the pipeline that shared memory holds, at most `MOST_STAGES`. The kernel needs two."""
-    queries_and_results = BLOCK * (key_dim + _stored(value_dim))  # 2 bytes each
+    queries_and_results = consumers * ROWS * (key_dim + _stored(value_dim))  # 2 bytes each
     return min(MOST_STAGES, (SHARED_MEMORY // 2 - queries_and_results) // (BLOCK * (key_dim + value_dim)))
 
 
@@ -73,11 +76,16 @@ def flash_prefill(
     batch, length, heads, dim = query.shape
     factor = dim**-0.5 if scale is None else scale
     group, value_dim = heads // keys.shape[2], values.shape[-1]
-    count = heads * batch * (length // BLOCK)
-    ctas = count if core_count is None else min(core_count, count)
-    items = Items(batch, length, heads, window, ctas, token_bytes=2 * (dim + value_dim) / group)
+    consumers = _consumers(length, dim, window)
+    items = Items(batch, length, heads, window, 0, token_bytes=2 * (dim + value_dim) / group, queries=consumers * ROWS)
+    items = replace(items, ctas=items.count if core_count is None else min(core_count, items.count))
     call = _Call(items, group, dim, value_dim, factor)
     return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
+
+
+def _consumers(length: int, key_dim: int, window: int | None) -> int:
+    """Consumer warpgroups of a CTA. Three hide more of each other's waits, where their registers hold a step."""
+    return 3 if key_dim <= 64 and window is None and length >= LONG else 2
 
 
 def flash_prefill_pages(
@@ -116,7 +124,7 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
         out_type=jax.ShapeDtypeStruct((*query.shape[:3], call.value_dim), query.dtype),
         grid=(call.items.ctas,),
         grid_names=("cta",),
-        num_threads=3,
+        num_threads=call.consumers + 1,
         thread_name="warpgroup",
         kernel_name=kernel_name(
             "flash_prefill",
@@ -127,9 +135,12 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
             window=call.window,
             persistent=call.items.ctas < call.items.count,
             pages=isinstance(source, _Pages),
+            consumers=call.consumers if call.consumers > 2 else None,
         ),
         scratch_types={
-            "shared": Shared.types(call.stages, call.dim, call.value_dim, _stored(call.value_dim), query.dtype)
+            "shared": Shared.types(
+                call.stages, call.consumers, call.dim, call.value_dim, _stored(call.value_dim), query.dtype
+            )
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -152,8 +163,12 @@ class _Call:
     scale: float
 
     @property
+    def consumers(self) -> int:
+        return self.items.queries // ROWS
+
+    @property
     def stages(self) -> int:
-        return stages(self.dim, self.value_dim)
+        return stages(self.dim, self.value_dim, self.consumers)
 
     @property
     def window(self) -> int | None:
@@ -208,26 +223,26 @@ class _Operands(NamedTuple):
 
 
 def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: Shared) -> None:
-    """The kernel: warpgroups 0 and 1 are consumers, of half an item's queries each, and 2 is the producer."""
+    """The kernel: the first warpgroups are consumers, of `ROWS` of an item's queries each, the last is the producer."""
     warpgroup = lax.axis_index("warpgroup")
-    pl.when(warpgroup < 2)(lambda: _consume(call, operands, out, shared, warpgroup))
-    pl.when(warpgroup == 2)(lambda: _produce(call, operands, shared))
+    pl.when(warpgroup < call.consumers)(lambda: _consume(call, operands, out, shared, warpgroup))
+    pl.when(warpgroup == call.consumers)(lambda: _produce(call, operands, shared))
 
 
 @jax.named_scope("producer")
 def _produce(call: _Call, operands: _Operands, smem: Shared) -> None:
     """Loads queries, keys and values, block by block, as their places become empty."""
-    plgpu.set_max_registers(40, action="decrease")
+    plgpu.set_max_registers(PRODUCER_REGISTERS[call.consumers], action="decrease")
 
     def load(item: Item) -> None:
         kv_head = lax.div(item.head, jnp.int32(call.group))
         keys, values = operands.source.block(item.row, item.first, kv_head)
         smem.keys.load(item.before, keys)
         pl.when(item.before > 0)(lambda: plgpu.barrier_wait(smem.rows_empty))
-        for half in range(2):
-            at = pl.ds(item.tile * BLOCK + half * ROWS, ROWS)
+        for part in range(call.consumers):
+            at = pl.ds(item.tile * call.items.queries + part * ROWS, ROWS)
             queries = operands.query.at[item.row, at, item.head]
-            plgpu.copy_gmem_to_smem(queries, smem.rows.at[half], smem.rows_full.at[half])
+            plgpu.copy_gmem_to_smem(queries, smem.rows.at[part], smem.rows_full.at[part])
         smem.values.load(item.before, values)
 
         @pl.loop(1, item.steps)
@@ -242,15 +257,16 @@ def _produce(call: _Call, operands: _Operands, smem: Shared) -> None:
 @jax.named_scope("consumer")
 def _consume(call: _Call, operands: _Operands, out: Ref, smem: Shared, warpgroup: jax.Array) -> None:
     """Attention of the queries of one consumer warpgroup."""
-    plgpu.set_max_registers(232, action="increase")
-    pl.when(warpgroup == 1)(lambda: smem.pass_turn(warpgroup))  # the other one has the first
+    plgpu.set_max_registers(CONSUMER_REGISTERS[call.consumers], action="increase")
+    pl.when(warpgroup == call.consumers - 1)(lambda: smem.pass_turn(warpgroup))  # the first one has the first
 
     def attend(item: Item) -> None:
         sink = operands.sinks[item.head] * TO_BITS  # read while keys are multiplied
-        softmax = RunningSoftmax.begin(ROWS, call.value_dim)
+        softmax = RunningSoftmax.begin(ROWS, call.value_dim, open=True)
         attend_blocks = _attend_queued if call.is_queued else _attend_blocks
-        results = attend_blocks(call, item, smem, warpgroup, softmax).results(sink)
-        here = pl.ds(item.tile * BLOCK + warpgroup * ROWS, ROWS)
+        softmax = attend_blocks(call, item, smem, warpgroup, softmax)
+        results = softmax.closed().results(sink)
+        here = pl.ds(item.tile * call.items.queries + warpgroup * ROWS, ROWS)
         _store(results, smem.results.at[warpgroup], out.at[item.row, here, item.head])
 
     call.items.each(operands.schedule, operands.source.first_block, attend)
@@ -261,7 +277,7 @@ def _attend_blocks(
     call: _Call, item: Item, smem: Shared, warpgroup: jax.Array, softmax: RunningSoftmax
 ) -> RunningSoftmax:
     """`softmax` of a consumer's queries with all keys and values that they see."""
-    rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
+    rows, start = smem.rows.at[warpgroup], item.start + warpgroup * ROWS
 
     def distances(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """From keys to queries, in positions."""
@@ -305,6 +321,8 @@ def _attend_blocks(
     smem.take_turn(warpgroup)
     # Queries see the blocks before the last one whole, but for those in which the window of one of them begins.
     last, whole_from = item.steps - 1, jnp.int32(0)
+    if call.consumers > 2:
+        last = jnp.minimum(lax.div(start + (ROWS - 1), jnp.int32(BLOCK)), last)  # which the others may see more of
     if call.window is not None:
         whole_from = jnp.clip(item.at + (BLOCK - 1 - call.window) // BLOCK + 1 - item.first, 0, last)
         softmax = lax.fori_loop(0, whole_from, partial(attend, hide=partial(_hide_outside, call.window)), softmax)
@@ -312,11 +330,14 @@ def _attend_blocks(
     window = None if call.window is None or call.window >= BLOCK else call.window
     attend_last = partial(attend, last, hide=partial(hide_unseen, window=window), is_last=True)
     if call.window is None:
-        # The first consumer's queries see the first half of the last block alone. Windows are bound by their ends.
-        softmax = lax.cond(warpgroup == 0, partial(attend_last, count=ROWS), attend_last, softmax)
+        # Queries that begin a block see the first half of the last block alone. Windows are bound by their ends.
+        is_half = warpgroup == 0 if call.consumers == 2 else lax.rem(start, jnp.int32(BLOCK)) == 0
+        softmax = lax.cond(is_half, partial(attend_last, count=ROWS), attend_last, softmax)
     else:
         softmax = attend_last(softmax)
     smem.pass_turn(warpgroup)
+    if call.consumers > 2:
+        pl.loop(last + 1, item.steps)(lambda step: smem.skip_step(item.before + step, warpgroup))
     return softmax
 
 
@@ -324,7 +345,7 @@ def _attend_queued(
     call: _Call, item: Item, smem: Shared, warpgroup: jax.Array, softmax: RunningSoftmax
 ) -> RunningSoftmax:
     """`_attend_blocks` without windows: a step's values and the next one's keys are multiplied without a gap."""
-    rows, start = smem.rows.at[warpgroup], item.at * BLOCK + warpgroup * ROWS
+    rows, start = smem.rows.at[warpgroup], item.start + warpgroup * ROWS
     last = item.steps - 1
 
     def weigh(softmax: RunningSoftmax, scores: jax.Array) -> tuple[RunningSoftmax, jax.Array]:

@@ -16,7 +16,7 @@ from jmx.pallas.attention.schedule import BLOCK
 from jmx.pallas.attention.softmax import shared_memory
 from jmx.pallas.sm90.operation import Ref
 
-ROWS = BLOCK // 2  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
+ROWS = 64  # queries of one consumer warpgroup; two or three share the keys that a producer warpgroup loads
 
 
 class Stages(NamedTuple):
@@ -27,11 +27,11 @@ class Stages(NamedTuple):
     empty: Ref
 
     @classmethod
-    def types(cls, count: int, channels: int, dtype: jax.typing.DTypeLike) -> "Stages":
+    def types(cls, count: int, consumers: int, channels: int, dtype: jax.typing.DTypeLike) -> "Stages":
         return cls(
             blocks=shared_memory(count, BLOCK, channels, dtype=dtype),
             full=plgpu.Barrier(num_barriers=count),
-            empty=plgpu.Barrier(num_arrivals=2, num_barriers=count),
+            empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=count),
         )
 
     def stage(self, step: jax.Array) -> jax.Array:
@@ -71,22 +71,40 @@ class Shared(NamedTuple):
     turns: Ref
 
     @classmethod
-    def types(cls, stages: int, dim: int, value_dim: int, stored: int, dtype: jax.typing.DTypeLike) -> "Shared":
+    def types(
+        cls, stages: int, consumers: int, dim: int, value_dim: int, stored: int, dtype: jax.typing.DTypeLike
+    ) -> "Shared":
         """Types for `stages` of the pipeline, and results of which `stored` channels are written at a time."""
         return cls(
-            rows=shared_memory(2, ROWS, dim, dtype=dtype),
-            results=shared_memory(2, ROWS, stored, dtype=dtype),
-            keys=Stages.types(stages, dim, dtype),
-            values=Stages.types(stages, value_dim, dtype),
-            rows_full=plgpu.Barrier(num_barriers=2),
-            rows_empty=plgpu.Barrier(num_arrivals=2),
-            turns=plgpu.Barrier(num_barriers=2),
+            rows=shared_memory(consumers, ROWS, dim, dtype=dtype),
+            results=shared_memory(consumers, ROWS, stored, dtype=dtype),
+            keys=Stages.types(stages, consumers, dim, dtype),
+            values=Stages.types(stages, consumers, value_dim, dtype),
+            rows_full=plgpu.Barrier(num_barriers=consumers),
+            rows_empty=plgpu.Barrier(num_arrivals=consumers),
+            turns=plgpu.Barrier(num_barriers=consumers),
         )
+
+    @property
+    def consumers(self) -> int:
+        return self.rows.shape[0]
 
     @jax.named_scope("take_turns")
     def take_turn(self, warpgroup: jax.Array) -> None:
-        """Waits until the other consumer passes the turn."""
+        """Waits until the consumer before passes the turn."""
         plgpu.barrier_wait(self.turns.at[warpgroup])
 
     def pass_turn(self, warpgroup: jax.Array) -> None:
-        plgpu.barrier_arrive(self.turns.at[1 - warpgroup])
+        """To the next consumer."""
+        if self.consumers == 2:
+            plgpu.barrier_arrive(self.turns.at[1 - warpgroup])
+        else:
+            plgpu.barrier_arrive(self.turns.at[lax.rem(warpgroup + 1, jnp.int32(self.consumers))])
+
+    def skip_step(self, step: jax.Array, warpgroup: jax.Array) -> None:
+        """A step of the CTA that this consumer's queries do not see: others wait for its turn, and its releases."""
+        self.take_turn(warpgroup)
+        self.pass_turn(warpgroup)
+        for stages in (self.keys, self.values):
+            stages.wait(step)
+            stages.release(step)

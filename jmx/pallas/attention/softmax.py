@@ -16,7 +16,7 @@ from jax import lax
 
 from jmx.pallas.sm90.operation import Ref
 
-TILE = 8  # rows of a tile of shared memory
+TILE = 8  # rows of a tile of shared memory, and columns of one of accumulators
 TO_BITS = math.log2(math.e)  # exponentials are powers of two: those the hardware has
 LEAST = -1e30  # the peak of no scores: finite, since minus infinity cannot be subtracted from a hidden score
 MERGED = 8  # splits whose results are one sum: of twice as many, XLA computes the peaks in a kernel of their own
@@ -28,7 +28,8 @@ class RunningSoftmax(NamedTuple):
     Args:
         gathered: (rows, D), the values, weighted by `2 ** (score - peak)`.
         peak: (rows,), the highest score.
-        total: (rows,), the sum of the weights.
+        total: (rows,), the sum of the weights; or (rows, 8), a sum of every eighth of them, until `closed`. A thread
+            has some of these, so that adding to them exchanges nothing.
     """
 
     gathered: jax.Array
@@ -36,9 +37,13 @@ class RunningSoftmax(NamedTuple):
     total: jax.Array
 
     @classmethod
-    def begin(cls, rows: int, channels: int) -> "RunningSoftmax":
-        """That of no keys."""
-        return cls(_filled((rows, channels), 0), _filled((rows,), LEAST), _filled((rows,), 0))
+    def begin(cls, rows: int, channels: int, *, open: bool = False) -> "RunningSoftmax":
+        """That of no keys; `open`: with totals that are not `closed`."""
+        total = _filled((rows, TILE) if open else (rows,), 0)
+        return cls(_filled((rows, channels), 0), _filled((rows,), LEAST), total)
+
+    def closed(self) -> "RunningSoftmax":
+        return self._replace(total=self.total.sum(axis=1))
 
     @jax.named_scope("softmax")
     def add_scores(self, scores: jax.Array, scale: float) -> tuple["RunningSoftmax", jax.Array]:
@@ -47,7 +52,11 @@ class RunningSoftmax(NamedTuple):
         shrink = jnp.exp2(self.peak - peak)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(peak, scores.shape, [0]))
         gathered = self.gathered * lax.broadcast_in_dim(shrink, self.gathered.shape, [0])
-        return RunningSoftmax(gathered, peak, self.total * shrink + weights.sum(axis=1)), weights
+        if self.total.ndim == 1:
+            return RunningSoftmax(gathered, peak, self.total * shrink + weights.sum(axis=1)), weights
+        eighths = [weights[:, first : first + TILE] for first in range(0, weights.shape[1], TILE)]
+        total = self.total * lax.broadcast_in_dim(shrink, self.total.shape, [0])
+        return RunningSoftmax(gathered, peak, total + _sum(eighths)), weights
 
     @jax.named_scope("weigh_values")
     def add_values(self, weights: jax.Array, values: Ref) -> "RunningSoftmax":
@@ -127,6 +136,14 @@ def _merge(its: Sequence[RunningSoftmax]) -> RunningSoftmax:
     gathered = [share[..., None] * one.gathered for share, one in zip(shares, its, strict=True)]
     totals = [share * one.total for share, one in zip(shares, its, strict=True)]
     return RunningSoftmax(reduce(jnp.add, gathered), peak, reduce(jnp.add, totals))
+
+
+def _sum(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum of arrays, of neighbors first: fewer depend on each other."""
+    while len(parts) > 1:
+        pairs = [first + second for first, second in zip(parts[::2], parts[1::2], strict=False)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
+    return parts[0]
 
 
 def _filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:
