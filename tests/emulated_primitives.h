@@ -226,7 +226,6 @@ inline void CopyVector(void* to, const void* from) {
   if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 != 0) abort();
   emulated::current->groups.back().push_back([=] { memcpy(to, from, 16); });
 }
-inline void PrefetchLine(const void*) {}
 inline void EndGroup() { emulated::current->groups.emplace_back(); }
 template <int kLater>
 void AwaitGroups() {

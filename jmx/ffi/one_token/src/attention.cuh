@@ -37,8 +37,6 @@ class Attention {
     number_ = first_ + threadIdx.x / 32;
     if (number_ < last_) Load(number_);
     for (int i = 0; i < kAhead; ++i) Ask(number_ + (i + 1) * kAttentionWarps, i);
-    if (kAhead > 0)
-      for (int i = 0; i < kFewFarAhead; ++i) Prefetch(number_ + (kAhead + 1 + i) * kAttentionWarps);
     cos_ = LoadPair(call_.cos + Pair()), sin_ = LoadPair(call_.sin + Pair());
     if (call_.sinks != nullptr && threadIdx.x / 32 < call_.group)
       sink_ = LoadEarly(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
@@ -97,7 +95,6 @@ class Attention {
         AwaitGroups<kAhead - 1>();
         Take(slot);
         Ask(number_ + (kAhead + 1) * kAttentionWarps, slot);
-        Prefetch(number_ + (kAhead + 1 + kFewFarAhead) * kAttentionWarps);
         slot = slot + 1 == kAhead ? 0 : slot + 1;
       }
     }
@@ -158,12 +155,6 @@ class Attention {
       for (int i = 0; i < kVectors; ++i) CopyVector(Slot(slot) + i * 32, PlaceOf(number, i));
     }
     EndGroup();
-  }
-  // To the L2 cache: a line for each lane, of a key or of a value.
-  __device__ void Prefetch(int number) const {
-    static_assert(2 * kKeys == 32 && kDim * sizeof(Bf16) == 128);
-    const int lane = threadIdx.x % 32, key = begin_ + number * kKeys + lane % kKeys;
-    if (number < last_) PrefetchLine(Place(min(key, position_)) + lane / kKeys * call_.part_stride);
   }
   __device__ void Take(int slot) {
 #pragma unroll

@@ -24,7 +24,7 @@ constexpr int kFewSlots = 5, kMostOutSlots = 24, kMostOutRows = 32, kFewOutAhead
 constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kKeys = 16;  // of a block, for one warp at a time
 constexpr int kBlockBytes = kKeys * kDim * 2 * 2;  // of keys and values
-constexpr int kFewAhead = 2, kFewFarAhead = 2;  // blocks that a warp has on their way, of several tokens; then to L2
+constexpr int kFewAhead = 2;  // blocks that a warp has on their way, of several tokens
 constexpr int kMostSplits = 8;  // CTAs of a cluster, which share the keys of a head
 constexpr int kAttentionCtas = 132;  // at most, of several tokens with splits: one an SM
 constexpr int kSplitKeys = kKeys * kAttentionWarps;  // with which the warps of a CTA have a block each

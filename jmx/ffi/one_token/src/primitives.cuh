@@ -62,9 +62,6 @@ __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64*
 __device__ __forceinline__ void CopyVector(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)), "l"(from) : "memory");
 }
-__device__ __forceinline__ void PrefetchLine(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-}
 __device__ __forceinline__ void EndGroup() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLater>  // that may still be on their way
 __device__ __forceinline__ void AwaitGroups() {
