@@ -15,12 +15,12 @@ constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
 // Of several tokens' products: threads of a CTA, columns that a warp multiplies at a time; groups of the first matrix and
-// rows of the result's in shared memory, and of these on their way while attention runs; rows of the router for one CTA.
+// rows of the result's in shared memory, rows of a CTA, and those on their way while attention runs; rows of the router.
 constexpr int kMostTokens = 8;
 constexpr int kFewThreads = 256, kFewWarps = kFewThreads / 32, kPair = 64;
 constexpr int kMostPairs = kMostColumns / kPair / kFewWarps, kFewPairs = 6;  // of a warp, and of one with
 constexpr int kFewColumns = kFewPairs * kPair * kFewWarps;  // at most so many columns
-constexpr int kFewSlots = 5, kFewOutSlots = 12, kFewOutAhead = 4, kFewRouterRows = kGroupRows;
+constexpr int kFewSlots = 5, kMostOutSlots = 24, kMostOutRows = 32, kFewOutAhead = 4, kFewRouterRows = kGroupRows;
 constexpr int kAttentionWarps = 8, kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kKeys = 16;  // of a block, for one warp at a time
 constexpr int kBlockBytes = kKeys * kDim * 2 * 2;  // of keys and values
@@ -72,7 +72,7 @@ struct alignas(16) AttentionShared {
 // Rows are after this much of shared memory.
 constexpr int kBeforeRows = 512, kBeforeRing = 1280;
 
-// Shared memory of CTAs of several tokens' products; rows are behind it. Rows of sums are kMostRows + 4 apart, so that
+// Shared memory of CTAs of several tokens' products; rows are behind it. Rows of sums are 4 further apart, so that
 // stores of a warp have no bank conflict.
 struct FewHeadsShared {
   unsigned long long barriers[15], scaled;  // of rows, and of the scale
@@ -83,8 +83,8 @@ struct FewHeadsShared {
   };
 };
 struct FewOutShared {
-  unsigned long long barriers[2 * kFewOutSlots + 2];
-  float sums[kFewWarps][kMostTokens][kMostRows + 4];
+  unsigned long long barriers[2 * kMostOutSlots + 2];
+  float sums[kFewWarps][kMostTokens][kMostOutRows + 4];
 };
 struct FewRouterShared {
   unsigned long long scaled;
@@ -107,7 +107,7 @@ constexpr const char* kKernels[2][kNumKernels] = {
     {"jmx_few_tokens_heads", "jmx_few_tokens_attention", "jmx_few_tokens_out", "jmx_few_tokens_router"}};
 
 // Shared memory of a CTA of several tokens' attention: slots for as many blocks as warps may have.
-inline int FewAttentionBytes(const Call& call) {
+constexpr int FewAttentionBytes(const Call& call) {
   const int positions = call.page * call.num_pages;
   const int seen = call.window > 0 && call.window < positions ? call.window : positions;
   const int blocks = (seen + kKeys - 1) / kKeys, of_cta = (blocks + call.splits - 1) / call.splits;
@@ -115,25 +115,32 @@ inline int FewAttentionBytes(const Call& call) {
   return sizeof(AttentionShared) + (later < kFewAhead ? later : kFewAhead) * kAttentionWarps * kBlockBytes;
 }
 
+// Rows of the result's product that fit on an SM beside that; of each CTA the SM takes 1 KB.
+constexpr int FewOutSlots(const Call& call) {
+  const int bytes = (226 << 10) - FewAttentionBytes(call) - int(kBeforeFewOut), columns = call.kv_heads * call.group * kDim;
+  const int fit = bytes / (columns * 2) / kGroupRows * kGroupRows;
+  return fit < kMostOutSlots ? fit : kMostOutSlots;
+}
+
 inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
   const int columns = call.kv_heads * call.group * kDim, rows = call.kv_heads * (call.group + 2) * kDim;
-  const auto ctas = [](int rows, int wanted) {  // so many, unless each had too many rows
-    const int most = kMostRows - kGroupRows, fewest = (rows + most - 1) / most;
+  const auto ctas = [](int rows, int wanted, int most) {  // so many, unless each had too many rows
+    const int fewest = (rows + most - kGroupRows - 1) / (most - kGroupRows);
     return wanted > fewest ? wanted : fewest;
   };
   const int slot_bytes = kGroupRows * call.hidden * 2;
   const int attention_ctas = call.tokens * call.kv_heads * call.splits;
   if (call.tokens > 1) {
     const int heads_bytes = int(kBeforeFewHeads) + kFewSlots * slot_bytes;
-    const int out_bytes = int(kBeforeFewOut) + kFewOutSlots * columns * 2;
+    const int out_bytes = int(kBeforeFewOut) + FewOutSlots(call) * columns * 2;
     const int router_ctas = (call.experts + kFewRouterRows - 1) / kFewRouterRows;
-    launches[0] = {ctas(rows, call.processors), kFewThreads + 32, heads_bytes, 1};
+    launches[0] = {ctas(rows, call.processors, kMostRows), kFewThreads + 32, heads_bytes, 1};
     launches[1] = {attention_ctas, kAttentionThreads, FewAttentionBytes(call), call.splits};
-    launches[2] = {ctas(call.hidden, call.processors), kFewThreads + 32, out_bytes, 1};
+    launches[2] = {ctas(call.hidden, call.processors, kMostOutRows), kFewThreads + 32, out_bytes, 1};
     launches[3] = {router_ctas, kFewThreads, sizeof(FewRouterShared), 1};
     return;
   }
-  launches[0] = {ctas(rows, kHeadsCtas * call.processors), kThreads + 32, kBeforeRing + kSlots * slot_bytes, 1};
+  launches[0] = {ctas(rows, kHeadsCtas * call.processors, kMostRows), kThreads + 32, kBeforeRing + kSlots * slot_bytes, 1};
   launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
   launches[2] = {call.hidden / kOutRows, kThreads + 32, kBeforeRows + kOutRows * columns * 2, 1};
   launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};

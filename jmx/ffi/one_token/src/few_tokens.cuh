@@ -27,6 +27,7 @@ struct Tokens {
   __device__ static int VectorOf(int i, int half) { return PairOf(i) * (kPair / kVector) + half * 4 + threadIdx.x % 4; }
   __device__ static int PairOf(int i) { return i * kFewWarps + (int)threadIdx.x / 32; }
 
+  // Before another thread asks for much more: what is loaded comes after what was asked for before.
   __device__ __forceinline__ void Load(const Bf16* from, int tokens, int columns) {
     const Bf16* its = from + min(TokenOf(), tokens - 1) * columns;
 #pragma unroll
@@ -34,6 +35,10 @@ struct Tokens {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         of[i][half] = LoadEarly((const void*)(its + min(VectorOf(i, half) * kVector, columns - kVector)));
+  }
+
+  // Waits for what was loaded.
+  __device__ __forceinline__ void Clear(int tokens, int columns) {
     const int vectors = TokenOf() < tokens ? columns / kVector : 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i)
@@ -125,33 +130,34 @@ __device__ __forceinline__ float SumOfWarps(const Shared& shared, int token, int
   return sum;
 }
 
-template <int kNumber, int kBefore, int kRows>
-class FewRing : public Slots<kFewWarps, kNumber, kBefore, kRows> {
-  using Base = Slots<kFewWarps, kNumber, kBefore, kRows>;
+template <int kRows>
+class FewRing : public Slots<kFewWarps, kRows> {
+  using Base = Slots<kFewWarps, kRows>;
 
  public:
   using Base::Base;
 
-  // Leaves the sums of all warps in shared memory.
+  // Leaves the sums of all warps in shared memory. The number of slots is a multiple of copies of a group.
   template <typename Shared, int kPairs>
   __device__ __forceinline__ void Multiply(Shared& shared, const Tokens<kPairs>& x) const {
     constexpr int kCopies = kGroupRows / kRows;  // of a group
-    static_assert(kNumber % kCopies == 0);
+    int slot = 0, parity = 0;
     for (int n = 0; n < this->groups_; ++n) {
-      const int first = n * kCopies % kNumber, lane = threadIdx.x % 32;
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) Wait(Base::Full(first + i), n * kCopies / kNumber % 2);
+      for (int i = 0; i < kCopies; ++i) Wait(Base::Full(slot + i), parity);
       Products<kPairs> products;
-      products.AddRows(this->Slot(first), this->columns_, x);
+      products.AddRows(this->Slot(slot), this->columns_, x);
       products.Store(shared, n * kGroupRows);  // after which rows have been read
       __syncwarp();
-      if (lane < kCopies) Arrive(Base::Empty(first + lane));
+      if (const int lane = threadIdx.x % 32; lane < kCopies) Arrive(this->Empty(slot + lane));
+      slot += kCopies;
+      if (slot == this->number_) slot = 0, parity ^= 1;
     }
     Sync<kFewThreads>();
   }
 };
 
-using FewHeadsRing = FewRing<kFewSlots, kBeforeFewHeads, kGroupRows>;
-using FewOutRing = FewRing<kFewOutSlots, kBeforeFewOut, 1>;
+using FewHeadsRing = FewRing<kGroupRows>;
+using FewOutRing = FewRing<1>;
 
 }  // namespace jmx

@@ -160,6 +160,8 @@ __device__ __forceinline__ void FewHeads(const Call& call, FewHeadsShared& share
   if (row < ring.Count() && call.heads_bias != nullptr) bias = Wide(LoadEarly(call.heads_bias + ring.Row() + row));
   Tokens<kPairs> x;
   x.Load(call.x, call.tokens, call.hidden);
+  __syncthreads();
+  x.Clear(call.tokens, call.hidden);
   x.Scale(shared, call.hidden);
   Sync<kFewThreads>();
   ring.Multiply(shared, x);
@@ -173,26 +175,22 @@ __device__ __forceinline__ void FewHeads(const Call& call, FewHeadsShared& share
 
 template <int kPairs>
 __device__ __forceinline__ void FewOut(const Call& call, FewOutShared& shared, const FewOutRing& ring) {
-  const int row = threadIdx.x % kMostRows, first = threadIdx.x / kMostRows, at = ring.Row() + row;
-  constexpr int kApart = kFewThreads / kMostRows, kNumber = kMostTokens / kApart;  // a thread's tokens
-  float before[kNumber] = {}, bias = 0;
-  if (row < ring.Count()) {
-#pragma unroll
-    for (int i = 0; i < kNumber; ++i)
-      if (const int token = first + i * kApart; token < call.tokens)
-        before[i] = Wide(LoadEarly(call.x + token * call.hidden + at));
-    if (call.out_bias != nullptr) bias = Wide(LoadEarly(call.out_bias + at));
-  }
+  static_assert(kFewThreads == kMostOutRows * kMostTokens);
+  const int row = threadIdx.x % kMostOutRows, token = threadIdx.x / kMostOutRows;
+  const int at = ring.Row() + row, columns = call.kv_heads * call.group * kDim;
+  const bool finishes = row < ring.Count() && token < call.tokens;
+  float before = 0, bias = 0;
+  if (finishes) before = Wide(LoadEarly(call.x + token * call.hidden + at));
+  if (finishes && call.out_bias != nullptr) bias = Wide(LoadEarly(call.out_bias + at));
   AwaitLast();
-  if (threadIdx.x == 0) Arrive(ring.Hurry());
   Tokens<kPairs> x;
-  x.Load(call.attended, call.tokens, call.kv_heads * call.group * kDim);
+  x.Load(call.attended, call.tokens, columns);
+  Sync<kFewThreads>();
+  if (threadIdx.x == 0) Arrive(ring.Hurry());
+  x.Clear(call.tokens, columns);
   ring.Multiply(shared, x);
-  if (row >= ring.Count()) return;
-#pragma unroll
-  for (int i = 0; i < kNumber; ++i)
-    if (const int token = first + i * kApart; token < call.tokens)
-      call.x_out[token * call.hidden + at] = Narrow(before[i] + Wide(Narrow(SumOfWarps(shared, token, row) + bias)));
+  if (finishes)
+    call.x_out[token * call.hidden + at] = Narrow(before + Wide(Narrow(SumOfWarps(shared, token, row) + bias)));
 }
 
 template <int kPairs>
@@ -209,6 +207,7 @@ __device__ __forceinline__ void FewRouter(const Call& call, FewRouterShared& sha
   AwaitLast();
   Tokens<kPairs> x;
   x.Load(call.x_out, call.tokens, call.hidden);
+  x.Clear(call.tokens, call.hidden);
   x.Scale(shared, call.hidden);
   Products<kPairs> products;
 #pragma unroll
@@ -236,18 +235,20 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)  // for i
   using namespace jmx;
   BeginNext();
   auto& shared = *reinterpret_cast<FewHeadsShared*>(SharedMemory());
-  const FewHeadsRing ring(call.heads_weights, call.hidden, call.kv_heads * (call.group + 2) * kDim);
-  if (threadIdx.x == kFewThreads) {
-    InitBarrier(&shared.scaled, 1);
-    ring.Begin();
-  }
-  __syncthreads();
+  const int rows = call.kv_heads * (call.group + 2) * kDim;
+  const FewHeadsRing ring(call.heads_weights, call.hidden, rows, kFewSlots, kBeforeFewHeads);
   if (threadIdx.x < kFewThreads) {
     call.hidden <= kFewColumns ? FewHeads<kFewPairs>(call, shared, ring) : FewHeads<kMostPairs>(call, shared, ring);
-  } else if (threadIdx.x == kFewThreads) {
-    Copy(shared.scale, call.scale, call.hidden * sizeof(float), &shared.scaled);
-    ring.AskForAll();
+    return;
   }
+  const bool copies = threadIdx.x == kFewThreads;
+  if (copies) {
+    InitBarrier(&shared.scaled, 1);
+    ring.Begin();
+    Copy(shared.scale, call.scale, call.hidden * sizeof(float), &shared.scaled);
+  }
+  __syncthreads();
+  if (copies) ring.AskForAll();
 }
 
 // An SM has registers for one of its CTAs beside one of the first product: 3 warps of 96 and 2 of 112 for each scheduler.
@@ -275,13 +276,13 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)
   BeginNext();
   auto& shared = *reinterpret_cast<FewOutShared*>(SharedMemory());
   const int columns = call.kv_heads * call.group * kDim;
-  const FewOutRing ring(call.out_weights, columns, call.hidden);
+  const FewOutRing ring(call.out_weights, columns, call.hidden, FewOutSlots(call), kBeforeFewOut);
   if (threadIdx.x == kFewThreads) ring.Begin();
   __syncthreads();
   if (threadIdx.x < kFewThreads)
     columns <= kFewColumns ? FewOut<kFewPairs>(call, shared, ring) : FewOut<kMostPairs>(call, shared, ring);
   else if (threadIdx.x == kFewThreads)
-    ring.AskForAll<kFewOutAhead>();
+    ring.AskForAll(kFewOutAhead);
 }
 
 // Its registers fit beside those of a CTA of the result's product.

@@ -92,12 +92,13 @@ class Tile {
   const int columns_;
 };
 
-// Any number of rows up to kMostRows, a multiple of kGroupRows, kRows in each copy. They pass through a ring of kNumber
-// slots in shared memory, kBefore bytes after its beginning. kReaders warps read a slot before it is free.
-template <int kReaders, int kNumber, int kBefore, int kRows = kGroupRows>
+// Any number of rows, a multiple of kGroupRows, kRows in each copy. They pass through a ring of slots in shared memory,
+// `before` bytes after its beginning, whose barriers are at the beginning. kReaders warps read a slot before it is free.
+template <int kReaders, int kRows = kGroupRows>
 class Slots {
  public:
-  __device__ Slots(const Bf16* weights, int columns, int rows) : columns_(columns), bytes_(kRows * columns * 2) {
+  __device__ Slots(const Bf16* weights, int columns, int rows, int number, int before)
+      : columns_(columns), bytes_(kRows * columns * 2), number_(number), before_(before) {
     const int groups = rows / kGroupRows, begin = (int)blockIdx.x * groups / (int)gridDim.x;
     row_ = begin * kGroupRows;
     groups_ = ((int)blockIdx.x + 1) * groups / (int)gridDim.x - begin;
@@ -110,39 +111,39 @@ class Slots {
 
   // By one thread, before all threads meet.
   __device__ void Begin() const {
-    for (int i = 0; i < kNumber; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kReaders);
+    for (int i = 0; i < number_; ++i) InitBarrier(Full(i), 1), InitBarrier(Empty(i), kReaders);
     InitBarrier(Hurry(), 1);
     FenceBarriers();
   }
 
-  // Asks for all rows, by each copy when its slot is free; at most kAhead are on their way until `Hurry` has been arrived
+  // Asks for all rows, by each copy when its slot is free; at most `ahead` are on their way until `Hurry` has been arrived
   // at. By one thread, after all have met, as each copy takes it 0.3 us.
-  template <int kAhead = kNumber>
-  __device__ void AskForAll() const {
-    bool slowly = kAhead < kNumber;
+  __device__ void AskForAll(int ahead = 1 << 20) const {
+    bool slowly = true;
     for (int n = 0; n < Count() / kRows; ++n) {
-      const int slot = n % kNumber, before = n - kAhead;
-      if (n >= kNumber) Wait(Empty(slot), n / kNumber % 2 ^ 1);
-      while (slowly && before >= 0 && !Test(Full(before % kNumber), before / kNumber % 2)) slowly = !Test(Hurry(), 0);
+      const int slot = n % number_, last = n - ahead;
+      if (n >= number_) Wait(Empty(slot), n / number_ % 2 ^ 1);
+      while (slowly && last >= 0 && !Test(Full(last % number_), last / number_ % 2)) slowly = !Test(Hurry(), 0);
       Copy(Slot(slot), weights_ + (long long)n * kRows * columns_, bytes_, Full(slot));
     }
   }
-  __device__ static u64* Hurry() { return Full(2 * kNumber); }
+  __device__ u64* Hurry() const { return Full(2 * number_); }
 
  protected:
   __device__ static u64* Full(int slot) { return reinterpret_cast<u64*>(SharedMemory()) + slot; }
-  __device__ static u64* Empty(int slot) { return Full(kNumber + slot); }
-  __device__ unsigned char* Slot(int slot) const { return SharedMemory() + kBefore + slot * bytes_; }
+  __device__ u64* Empty(int slot) const { return Full(number_ + slot); }
+  __device__ unsigned char* Slot(int slot) const { return SharedMemory() + before_ + slot * bytes_; }
 
   const Bf16* weights_;
   const int columns_, bytes_;  // of a copy
+  const int number_, before_;
   int row_, groups_;
 };
 
 // The product of one token.
-class Ring : public Slots<kWarps, kSlots, kBeforeRing> {
+class Ring : public Slots<kWarps> {
  public:
-  using Slots::Slots;
+  __device__ Ring(const Bf16* weights, int columns, int rows) : Slots(weights, columns, rows, kSlots, kBeforeRing) {}
 
   // As Tile's: the product of the CTA's n-th row in its n-th thread.
   __device__ float Multiply(const Elements& x, float& squares) const {
