@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kTokens = 11, kRows = 7, kWidth = 12, kTopK = 3, kEach = 4;  // of a rank; of a row; of a token; of a rank
 constexpr int kBlocks = 2;
-constexpr std::size_t kSlotBytes = 4096, kManyBytes = 1400 * 96;
+constexpr int kManyTokens = 1400;  // tokens, of which a CTA sends several pieces
+constexpr std::size_t kManyBytes = kManyTokens * 96;  // of a slot
 
 std::mt19937 random_bits(1);
 int failures = 0;
@@ -57,14 +58,14 @@ struct Regions {
   }
 };
 
-// Runs a kernel on all ranks, some of whose CTAs are late.
-void Run(int num_ranks, const std::function<void(int)>& kernel) {
+// Runs a kernel on all ranks, some of whose CTAs are late. `flag_threads`: beside its kThreads.
+void Run(int num_ranks, const std::function<void(int)>& kernel, int flag_threads = 0) {
   std::vector<std::thread> ctas;
   for (int rank = 0; rank < num_ranks; ++rank)
     for (int block = 0; block < kBlocks; ++block)
       ctas.emplace_back([&, rank, block, late = random_bits() % 64] {
         for (unsigned i = 0; i < late; ++i) std::this_thread::yield();
-        emulated::RunCta(block, kBlocks, jmx::kThreads, [&] { kernel(rank); });
+        emulated::RunCta(block, kBlocks, jmx::kThreads + flag_threads, [&] { kernel(rank); });
       });
   for (auto& cta : ctas) cta.join();
 }
@@ -166,9 +167,9 @@ void CheckNeeded(int num_ranks, Regions& gathers, Regions& sums, bool logits) {
     }
 }
 
-// `by_slots`: else from array to array; `whole`: every rank gets all rows of a sum.
-void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, bool whole) {
-  const int size = kTokens * kWidth, other_size = kTokens * kTopK, parts = whole ? 1 : num_ranks;
+// Of `tokens` a rank. `by_slots`: else from array to array; `whole`: every rank gets all rows of a sum.
+void CheckAll(int num_ranks, Regions& gathers, Regions& sums, int tokens, bool by_slots, bool whole) {
+  const int size = tokens * kWidth, other_size = tokens * kTopK, parts = whole ? 1 : num_ranks;
   Floats x = Drawn(num_ranks, size), ids = Drawn(num_ranks, other_size), y = Drawn(num_ranks, parts * size);
   Floats rows = Empty(num_ranks, num_ranks * size), all_ids = Empty(num_ranks, num_ranks * other_size);
   Floats total = Empty(num_ranks, size);
@@ -177,11 +178,12 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
     arrays.bytes[0] = size * 4;
     arrays.bytes[1] = other_size * 4;
     (by_slots ? gather_4 : gather_arrays_4)(gathers.Of(rank), arrays);
-  });
+  }, by_slots ? jmx::kFlagThreads : 0);
   Run(num_ranks, [&](int rank) {
-    Arrays arrays{{Bytes(y, rank)}, {Bytes(total, rank)}, {kTokens * kWidth * 4}, 1, whole};
+    Arrays arrays{{Bytes(y, rank)}, {Bytes(total, rank)}, {}, 1, whole};
+    arrays.bytes[0] = size * 4;
     (by_slots ? reduce_f32_16 : reduce_f32_arrays_16)(sums.Of(rank), arrays);
-  });
+  }, by_slots ? jmx::kFlagThreads : 0);
   for (int rank = 0; rank < num_ranks; ++rank) {
     for (int other = 0; other < num_ranks; ++other) {
       Expect(std::memcmp(Of(rows, rank) + other * size, Of(x, other), size * 4) == 0);
@@ -224,7 +226,7 @@ void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int tokens) 
     constexpr bool kFloats = sizeof(Element) == 4;
     if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
     (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
-  });
+  }, jmx::kFlagThreads);
   for (int rank = 0; rank < num_ranks; ++rank)
     for (int i = 0; i < tokens * width; ++i) {
       float sum = 0;
@@ -250,17 +252,17 @@ int main(int argc, char** argv) {
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
   for (int kind = 0; kind < 10; ++kind)
-    regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
+    regions.emplace_back(num_ranks, kind < 2 || kind > 7 ? kManyBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
-    CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
-    CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
-    CheckNeeded(num_ranks, regions[4], regions[5], call % 2 == 1);
-    const bool needed = call % 2 == 1;
-    const int rows = call / 2 % 2 == 1 ? 1400 : kRows;  // these are so many that a rank's own sums are not the last
-    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, needed, rows);
-    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, needed, rows);
-    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, needed, rows);
-    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, needed, rows);
+    const bool odd = call % 2 == 1;
+    const int tokens = call / 2 % 2 == 1 ? kManyTokens : kTokens;
+    CheckAll(num_ranks, regions[0], regions[1], tokens, true, odd);
+    CheckAll(num_ranks, regions[2], regions[3], tokens, false, odd);
+    CheckNeeded(num_ranks, regions[4], regions[5], odd);
+    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, odd, tokens);
+    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, odd, tokens);
+    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, odd, tokens);
+    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, odd, tokens);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

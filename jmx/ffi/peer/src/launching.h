@@ -45,7 +45,7 @@ inline int BlocksOf(size_t bytes, size_t thread_bytes) {
 struct Call {
   const char* source = nullptr;  // that has the kernel
   std::string function{};
-  int blocks = 0;
+  int blocks = 0, threads = kThreads;
   Arrays arrays{};
   Ranks ranks{};
 
@@ -67,7 +67,7 @@ struct Call {
   template <typename... Own>
   void Launch(Stream stream, int ordinal, Own&... own) {
     void* parameters[] = {&ranks, &arrays, &own...};
-    Check(driver().launch(Find(ordinal), blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+    Check(driver().launch(Find(ordinal), blocks, 1, 1, threads, 1, 1, 0, stream, parameters, nullptr),
           "cuLaunchKernel");
   }
 };

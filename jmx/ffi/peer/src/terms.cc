@@ -70,6 +70,7 @@ SumCall CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::Re
   call.terms.parts = static_cast<int>(of_rows[0]);
   call.terms.slots = static_cast<int>(slots);
   call.blocks = BlocksOf(bytes, kUnit);
+  call.threads += kFlagThreads;
   call.GiveRegions(group, how == Way::kArrays ? 0 : bytes);
   return call;
 }

@@ -93,20 +93,27 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   };
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
   const bool many = share.Size() > kMany * jmx::kThreads;
-  for (u64 at = share.begin + threadIdx.x; at < share.end; at += jmx::kThreads)
-    for (int i = 1; i < ranks.num_ranks + many; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
-  Signal(ranks, call);
-  for (u64 at = share.begin + threadIdx.x; at < share.end && !many; at += jmx::kThreads) send(at, ranks.rank);
-  Await(ranks, call);
-  AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
-                             [&](u64 at) { return ranks_of(ranks.rank, at); });
+  const auto send_piece = [&](int nth) {
+    const Share piece = share.Piece(nth);
+    for (u64 at = piece.begin + threadIdx.x; at < piece.end; at += jmx::kThreads)
+      for (int i = 1; i < ranks.num_ranks + many; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
+  };
+  const auto own_sums = [&] {
+    for (u64 at = share.begin + threadIdx.x; at < share.end && !many; at += jmx::kThreads) send(at, ranks.rank);
+  };
+  const auto receive = [&](int nth) {
+    const Share piece = share.Piece(nth);
+    AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kThreads,
+                               [&](u64 at) { return ranks_of(ranks.rank, at); });
+  };
+  InPieces(ranks, call, share.Pieces(), send_piece, own_sums, receive);
   End(ranks, call);
 }
 
 }  // namespace
 
 #define TERMS(NAME, SLOTS, ELEMENT)                                                                     \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                           \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads + jmx::kFlagThreads)                       \
   reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays,             \
                 const __grid_constant__ Terms terms) {                                                  \
     ReduceTerms<SLOTS, ELEMENT>(ranks, arrays, terms);                                                  \

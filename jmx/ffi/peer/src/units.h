@@ -34,7 +34,16 @@ struct Share {
   u64 begin, end;
   __device__ explicit Share(u64 count)
       : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
+  __device__ Share(u64 begin, u64 end) : begin(begin), end(end) {}
   __device__ u32 Size() const { return end - begin; }
+  // In how many pieces it is sent, of at least a unit a thread; and one of them.
+  __device__ int Pieces() const {
+    const int full = Size() / jmx::kThreads;
+    return full < 1 ? 1 : full > jmx::kMaxPieces ? jmx::kMaxPieces : full;
+  }
+  __device__ Share Piece(int nth) const {
+    return {begin + u64{Size()} * nth / Pieces(), begin + u64{Size()} * (nth + 1) / Pieces()};
+  }
 };
 
 // `ForEach`, of units that are all of this CTA.
@@ -116,11 +125,10 @@ __device__ void AddUp(const u64* in, Unit* out, u64 begin, u64 end, u64 step, Ra
   }
 }
 
-// `AddUp` for the number of ranks. `in`: shared, and complete when all threads have come here.
+// `AddUp` for the number of ranks.
 template <typename Unit, typename Element, typename RanksOfUnit>
 __device__ void AddUpRanks(const Ranks& ranks, const u64* in, char* result, u64 begin, u64 end, u64 step,
                            RanksOfUnit&& of) {
-  __syncthreads();
   Unit* out = reinterpret_cast<Unit*>(result);
   if (ranks.num_ranks <= 2)
     AddUp<2, 8, Unit, Element>(in, out, begin, end, step, of);
