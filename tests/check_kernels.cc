@@ -58,14 +58,14 @@ struct Regions {
   }
 };
 
-// Runs a kernel on all ranks, some of whose CTAs are late. `flag_threads`: beside its kThreads.
-void Run(int num_ranks, const std::function<void(int)>& kernel, int flag_threads = 0) {
+// Runs a kernel on all ranks, some of whose CTAs are late.
+void Run(int num_ranks, const std::function<void(int)>& kernel) {
   std::vector<std::thread> ctas;
   for (int rank = 0; rank < num_ranks; ++rank)
     for (int block = 0; block < kBlocks; ++block)
       ctas.emplace_back([&, rank, block, late = random_bits() % 64] {
         for (unsigned i = 0; i < late; ++i) std::this_thread::yield();
-        emulated::RunCta(block, kBlocks, jmx::kThreads + flag_threads, [&] { kernel(rank); });
+        emulated::RunCta(block, kBlocks, jmx::kThreads, [&] { kernel(rank); });
       });
   for (auto& cta : ctas) cta.join();
 }
@@ -178,12 +178,12 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, int tokens, bool b
     arrays.bytes[0] = size * 4;
     arrays.bytes[1] = other_size * 4;
     (by_slots ? gather_4 : gather_arrays_4)(gathers.Of(rank), arrays);
-  }, by_slots ? jmx::kFlagThreads : 0);
+  });
   Run(num_ranks, [&](int rank) {
     Arrays arrays{{Bytes(y, rank)}, {Bytes(total, rank)}, {}, 1, whole};
     arrays.bytes[0] = size * 4;
     (by_slots ? reduce_f32_16 : reduce_f32_arrays_16)(sums.Of(rank), arrays);
-  }, by_slots ? jmx::kFlagThreads : 0);
+  });
   for (int rank = 0; rank < num_ranks; ++rank) {
     for (int other = 0; other < num_ranks; ++other) {
       Expect(std::memcmp(Of(rows, rank) + other * size, Of(x, other), size * 4) == 0);
@@ -226,7 +226,7 @@ void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int tokens) 
     constexpr bool kFloats = sizeof(Element) == 4;
     if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
     (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
-  }, jmx::kFlagThreads);
+  });
   for (int rank = 0; rank < num_ranks; ++rank)
     for (int i = 0; i < tokens * width; ++i) {
       float sum = 0;

@@ -81,30 +81,29 @@ __device__ void Meet(const Ranks& ranks, u32 call) {
 // What a CTA sends goes in pieces: some arrive, and are received, while others are on their way. A flag comes after a
 // fence, which takes as long as the link; so a warp of its own has the flags, and the other threads go on meanwhile.
 //
-// `send` (piece) of all pieces, then `between` (), then `receive` (piece), by kThreads threads.
+// `send` (piece) of all pieces, then `between` (), then `receive` (piece), by kWorkers threads.
 template <typename Send, typename Between, typename Receive>
 __device__ void InPieces(const Ranks& ranks, u32 call, int pieces, Send&& send, Between&& between, Receive&& receive) {
   constexpr int kSent = 1, kArrived = kSent + jmx::kMaxPieces;  // barriers; that of __syncthreads is 0
-  constexpr int kAll = jmx::kThreads + jmx::kFlagThreads;
-  if (const int other = static_cast<int>(threadIdx.x) - jmx::kThreads; other >= 0) {
+  if (const int other = static_cast<int>(threadIdx.x) - jmx::kWorkers; other >= 0) {
     const bool counts = other < ranks.num_ranks && other != ranks.rank;
     for (int piece = 0; piece < pieces; ++piece) {
-      WaitAt(kSent + piece, kAll);
+      WaitAt(kSent + piece, jmx::kThreads);
       if (counts) StoreRelease(Flag(ranks, other, ranks.rank, piece), call);
     }
     for (int piece = 0; piece < pieces; ++piece) {
       if (counts) AwaitFlag(Flag(ranks, ranks.rank, other, piece), call);
-      ArriveAt(kArrived + piece, kAll);
+      ArriveAt(kArrived + piece, jmx::kThreads);
     }
     return;
   }
   for (int piece = 0; piece < pieces; ++piece) {
     send(piece);
-    ArriveAt(kSent + piece, kAll);
+    ArriveAt(kSent + piece, jmx::kThreads);
   }
   between();
   for (int piece = 0; piece < pieces; ++piece) {
-    WaitAt(kArrived + piece, kAll);
+    WaitAt(kArrived + piece, jmx::kThreads);
     receive(piece);
   }
 }

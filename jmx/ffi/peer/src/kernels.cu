@@ -100,10 +100,9 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   const Call call = Begin(ranks);
   const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
   const Unit* given = reinterpret_cast<const Unit*>(arrays.in[0]);
-  if (const int rank = threadIdx.x; rank < ranks.num_ranks)
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks)  // for when the first piece has arrived
     in[rank] = reinterpret_cast<u64>(rank == ranks.rank ? reinterpret_cast<const char*>(given + rank * stride)
                                                         : jmx::SlotOf(ranks, ranks.rank, call, rank));
-  __syncthreads();
   const Share share(units);
   const auto send = [&](int nth) {
     const Share piece = share.Piece(nth);
@@ -119,7 +118,7 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   const u32 everyone = (1u << ranks.num_ranks) - 1;
   const auto receive = [&](int nth) {
     const Share piece = share.Piece(nth);
-    AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kThreads,
+    AddUpRanks<kOfPiece, Unit, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kWorkers,
                               [&](u64) { return everyone; });
   };
   InPieces(ranks, call, share.Pieces(), send, [] {}, receive);
@@ -139,7 +138,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
     in[rank] = (rank == ranks.rank ? reinterpret_cast<u64>(arrays.in[0]) : theirs[rank * jmx::kMaxArrays]) +
                first * sizeof(Unit);
   __syncthreads();
-  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
+  AddUpRanks<kOfMany, Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
                             gridDim.x * u64{blockDim.x}, [&](u64) { return everyone; });
   Meet(ranks, call);
   End(ranks, call);
@@ -161,7 +160,7 @@ LINES(reduce_f16_lines, jmx::ReduceLines<Float16>)
 LINES(reduce_f32_lines, jmx::ReduceLines<Float32>)
 
 #define GATHER(BYTES, UNIT)                                                                        \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads + jmx::kFlagThreads)                  \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                      \
       gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) { \
     Gather<UNIT>(ranks, arrays);                                                                   \
   }                                                                                                \
@@ -176,7 +175,7 @@ GATHER(2, unsigned short)
 GATHER(1, unsigned char)
 
 #define REDUCE(NAME, SIZE, UNIT, ELEMENT)                                                                         \
-  extern "C" __global__ void __launch_bounds__(jmx::kThreads + jmx::kFlagThreads)                                 \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                                                     \
       reduce_##NAME##_##SIZE(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {        \
     Reduce<UNIT, ELEMENT>(ranks, arrays);                                                                         \
   }                                                                                                               \

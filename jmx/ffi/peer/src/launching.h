@@ -35,9 +35,8 @@ inline const char* NameOf(xla::ffi::DataType type) {
 
 inline size_t RoundUp(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// The CTAs of a call in which a thread has so many of the bytes.
-inline int BlocksOf(size_t bytes, size_t thread_bytes) {
-  const size_t of_cta = kThreads * thread_bytes;
+// The CTAs of a call in which each has so many of the bytes.
+inline int BlocksOf(size_t bytes, size_t of_cta) {
   return static_cast<int>(std::clamp<size_t>((bytes + of_cta - 1) / of_cta, 1, kMaxBlocks));
 }
 
@@ -45,7 +44,7 @@ inline int BlocksOf(size_t bytes, size_t thread_bytes) {
 struct Call {
   const char* source = nullptr;  // that has the kernel
   std::string function{};
-  int blocks = 0, threads = kThreads;
+  int blocks = 0;
   Arrays arrays{};
   Ranks ranks{};
 
@@ -67,7 +66,7 @@ struct Call {
   template <typename... Own>
   void Launch(Stream stream, int ordinal, Own&... own) {
     void* parameters[] = {&ranks, &arrays, &own...};
-    Check(driver().launch(Find(ordinal), blocks, 1, 1, threads, 1, 1, 0, stream, parameters, nullptr),
+    Check(driver().launch(Find(ordinal), blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
           "cuLaunchKernel");
   }
 };

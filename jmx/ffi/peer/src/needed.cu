@@ -157,7 +157,7 @@ __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
     in[rank] = reinterpret_cast<u64>(from) + rank * arrays.bytes[0];
   }
   __syncthreads();
-  AddUpRanks<uint4, Element>(
+  AddUpRanks<kOfMany, uint4, Element>(
       ranks, in, arrays.out[0], rows.begin * units + threadIdx.x, rows.end * units, jmx::kThreads,
       [&](u64 at) { return __ldg(ranks_of + ranks.rank * needed.tokens + static_cast<u32>(at) / units); });
   End(ranks, call);

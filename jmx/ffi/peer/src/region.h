@@ -14,9 +14,9 @@ namespace jmx {
 constexpr int kMaxRanks = 8;    // GPUs of one host
 constexpr int kMaxArrays = 4;   // of one call
 constexpr int kMaxBlocks = 128;  // CTAs of one call
-constexpr int kThreads = 512;     // of a CTA, which send and receive
-constexpr int kFlagThreads = 32;  // beside them, in calls whose rows go in pieces, for the flags of these
-constexpr int kMaxPieces = 4;     // of what a CTA sends
+constexpr int kThreads = 512;   // of a CTA
+constexpr int kWorkers = kThreads - 32;  // of them, where rows go in pieces: a warp has the flags of these
+constexpr int kMaxPieces = 4;   // of what a CTA sends
 constexpr int kThreadBytes = 16;  // that decide the number of CTAs
 
 // Rows of kMaxBlocks words at the beginning of a region, a word a CTA: for each piece a flag for each rank; the number
