@@ -36,8 +36,9 @@ __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
   u64 units = 0;  // of a slot
   for (int k = 0; k < arrays.count; ++k) units += arrays.bytes[k] / sizeof(Unit);
   const Share share(units);
+  const int pieces = share.Pieces();
   const auto send = [&](int nth) {
-    const Share piece = share.Piece(nth);
+    const Share piece = share.Piece(nth, pieces);
     ForEachOfCta<Unit>(
         piece.Size(),
         [&](u32 unit) {
@@ -54,7 +55,7 @@ __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
         });
   };
   const auto receive = [&](int nth) {
-    const Share piece = share.Piece(nth);
+    const Share piece = share.Piece(nth, pieces);
     const auto other_of = [&](u32 unit) { return (ranks.rank + 1 + unit / piece.Size()) % ranks.num_ranks; };
     ForEachOfCta<Unit>(
         (ranks.num_ranks - 1) * piece.Size(),
@@ -67,7 +68,7 @@ __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
           reinterpret_cast<Unit*>(arrays.out[place.array])[other_of(unit) * place.units + place.at] = data;
         });
   };
-  InPieces(ranks, call, share.Pieces(), send, [] {}, receive);
+  InPieces(ranks, call, pieces, send, [] {}, receive);
   End(ranks, call);
 }
 
@@ -104,8 +105,9 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
     in[rank] = reinterpret_cast<u64>(rank == ranks.rank ? reinterpret_cast<const char*>(given + rank * stride)
                                                         : jmx::SlotOf(ranks, ranks.rank, call, rank));
   const Share share(units);
+  const int pieces = share.Pieces();
   const auto send = [&](int nth) {
-    const Share piece = share.Piece(nth);
+    const Share piece = share.Piece(nth, pieces);
     const auto other_of = [&](u32 unit) { return (ranks.rank + 1 + unit / piece.Size()) % ranks.num_ranks; };
     ForEachOfCta<Unit>(
         (ranks.num_ranks - 1) * piece.Size(),
@@ -117,11 +119,11 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   };
   const u32 everyone = (1u << ranks.num_ranks) - 1;
   const auto receive = [&](int nth) {
-    const Share piece = share.Piece(nth);
+    const Share piece = share.Piece(nth, pieces);
     AddUpRanks<kOfPiece, Unit, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kWorkers,
                               [&](u64) { return everyone; });
   };
-  InPieces(ranks, call, share.Pieces(), send, [] {}, receive);
+  InPieces(ranks, call, pieces, send, [] {}, receive);
   End(ranks, call);
 }
 

@@ -126,59 +126,52 @@ JMX_UNROLL
       reinterpret_cast<unsigned int*>(array)[word] = words.of[i];
 }
 
-// Line `at` of all arrays of a rank, one array's after the other.
-struct LinePlace {
-  int array = 0;
-  unsigned long long at;  // in its array
-  JMX_DEVICE LinePlace(const Arrays& arrays, unsigned long long at) : at(at) {
-    for (; this->at >= NumLines(arrays.bytes[array]); ++array) this->at -= NumLines(arrays.bytes[array]);
-  }
-};
-
 // Arrays of all ranks, one after the other in each result, for one of `threads` threads.
 template <typename Memory>
 JMX_DEVICE void GatherLines(Memory& memory, const Ranks& ranks, const Arrays& arrays, unsigned int call,
                             unsigned long long thread, unsigned long long threads) {
   using Count = unsigned long long;
-  Count lines = 0;  // of a rank
-  for (int k = 0; k < arrays.count; ++k) lines += NumLines(arrays.bytes[k]);
-  const auto write = [&](int rank, Count at, const Words& words) {
-    const LinePlace place(arrays, at);
-    const Count bytes = arrays.bytes[place.array];
-    WriteWords(arrays.out[place.array] + rank * bytes, bytes, place.at, words);
-  };
-  for (Count first = thread; first < lines; first += kLinesInFlight * threads) {
-    Words words[kLinesInFlight];
+  Count begin = 0;  // of an array in a slot
+  for (int k = 0; k < arrays.count; ++k) {
+    const Count bytes = arrays.bytes[k], lines = NumLines(bytes);
+    for (Count first = thread; first < lines; first += kLinesInFlight * threads) {
+      Words words[kLinesInFlight];
 JMX_UNROLL
-    for (int i = 0; i < kLinesInFlight; ++i) {
-      if (first + i * threads >= lines) continue;
-      const LinePlace place(arrays, first + i * threads);
-      words[i] = ReadWords(arrays.in[place.array], arrays.bytes[place.array], place.at);
-    }
+      for (int i = 0; i < kLinesInFlight; ++i)
+        if (first + i * threads < lines) words[i] = ReadWords(arrays.in[k], bytes, first + i * threads);
 JMX_UNROLL
-    for (int i = 0; i < kLinesInFlight; ++i) {
-      const Count at = first + i * threads;
-      if (at >= lines) continue;
-      for (int nth = 1; nth < ranks.num_ranks; ++nth) {
-        const int other = (ranks.rank + nth) % ranks.num_ranks;
-        memory.Store(LinesOf(ranks, other, call, ranks.rank) + at, LineOf(words[i], call));
+      for (int i = 0; i < kLinesInFlight; ++i) {
+        const Count at = first + i * threads;
+        if (at >= lines) continue;
+        for (int nth = 1; nth < ranks.num_ranks; ++nth) {
+          const int other = (ranks.rank + nth) % ranks.num_ranks;
+          memory.Store(LinesOf(ranks, other, call, ranks.rank) + begin + at, LineOf(words[i], call));
+        }
+        WriteWords(arrays.out[k] + ranks.rank * bytes, bytes, at, words[i]);
       }
-      write(ranks.rank, at, words[i]);
     }
+    begin += lines;
   }
-  const Count all = (ranks.num_ranks - 1) * lines;
-  for (Count first = thread; first < all; first += kLinesInFlight * threads) {
-    unsigned int missing = 0;
+  begin = 0;
+  for (int k = 0; k < arrays.count; ++k) {
+    const Count bytes = arrays.bytes[k], lines = NumLines(bytes), all = (ranks.num_ranks - 1) * lines;
+    for (Count first = thread; first < all; first += kLinesInFlight * threads) {
+      unsigned int missing = 0;
 JMX_UNROLL
-    for (int i = 0; i < kLinesInFlight; ++i)
-      if (first + i * threads < all) missing |= 1u << i;
-    const auto other_of = [&](int i) {
-      return static_cast<int>((ranks.rank + 1 + (first + i * threads) / lines) % ranks.num_ranks);
-    };
-    const auto line_of = [&](int i) { return (first + i * threads) % lines; };
-    Receive<kLinesInFlight>(
-        memory, call, missing, [&](int i) { return LinesOf(ranks, ranks.rank, call, other_of(i)) + line_of(i); },
-        [&](int i, const Words& words) { write(other_of(i), line_of(i), words); });
+      for (int i = 0; i < kLinesInFlight; ++i)
+        if (first + i * threads < all) missing |= 1u << i;
+      const auto other_of = [&](int i) {
+        return static_cast<int>((ranks.rank + 1 + (first + i * threads) / lines) % ranks.num_ranks);
+      };
+      const auto line_of = [&](int i) { return (first + i * threads) % lines; };
+      Receive<kLinesInFlight>(
+          memory, call, missing,
+          [&](int i) { return LinesOf(ranks, ranks.rank, call, other_of(i)) + begin + line_of(i); },
+          [&](int i, const Words& words) {
+            WriteWords(arrays.out[k] + other_of(i) * bytes, bytes, line_of(i), words);
+          });
+    }
+    begin += lines;
   }
 }
 

@@ -77,6 +77,7 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   if (const int rank = threadIdx.x; rank < ranks.num_ranks)  // for when the first piece has arrived
     in[rank] = reinterpret_cast<u64>(sums_of(ranks.rank, rank));
   const Share share(u64{terms.tokens} * terms.units);  // of a rank's results
+  const int pieces = kSlots ? share.Pieces() : 1;
   const auto row_of = [&](u64 at) { return static_cast<u32>(at) / terms.units; };
   const auto ranks_of = [&](int rank, u64 at) {
     return terms.ranks == nullptr ? (1u << ranks.num_ranks) - 1 : __ldg(terms.ranks + rank * terms.tokens + row_of(at));
@@ -89,7 +90,7 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
   const bool many = share.Size() > kMany * jmx::kWorkers;
   const auto send_piece = [&](int nth) {
-    const Share piece = share.Piece(nth);
+    const Share piece = share.Piece(nth, pieces);
     for (u64 at = piece.begin + threadIdx.x; at < piece.end; at += jmx::kWorkers)
       for (int i = 1; i < ranks.num_ranks + many; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
   };
@@ -97,11 +98,11 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
     for (u64 at = share.begin + threadIdx.x; at < share.end && !many; at += jmx::kWorkers) send(at, ranks.rank);
   };
   const auto receive = [&](int nth) {
-    const Share piece = share.Piece(nth);
-    AddUpRanks<kOfPiece, uint4, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kWorkers,
+    const Share piece = share.Piece(nth, pieces);
+    AddUpRanks<kSlots ? kOfPiece : kOfMany, uint4, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kWorkers,
                                [&](u64 at) { return ranks_of(ranks.rank, at); });
   };
-  InPieces(ranks, call, share.Pieces(), send_piece, own_sums, receive);
+  InPieces(ranks, call, pieces, send_piece, own_sums, receive);
   End(ranks, call);
 }
 

@@ -43,8 +43,8 @@ struct Share {
     const int full = Size() / jmx::kWorkers;
     return full < 1 ? 1 : full > jmx::kMaxPieces ? jmx::kMaxPieces : full;
   }
-  __device__ Share Piece(int nth) const {
-    return {begin + u64{Size()} * nth / Pieces(), begin + u64{Size()} * (nth + 1) / Pieces()};
+  __device__ Share Piece(int nth, int pieces) const {
+    return {begin + u64{Size()} * nth / pieces, begin + u64{Size()} * (nth + 1) / pieces};
   }
 };
 
