@@ -15,8 +15,7 @@ namespace {
 
 constexpr int kTokens = 11, kRows = 7, kWidth = 12, kTopK = 3, kEach = 4;  // of a rank; of a row; of a token; of a rank
 constexpr int kBlocks = 2;
-constexpr int kManyTokens = 1400;  // tokens, of which a CTA sends several pieces
-constexpr std::size_t kManyBytes = kManyTokens * 96;  // of a slot
+constexpr std::size_t kSlotBytes = 4096, kManyBytes = 1400 * 96;
 
 std::mt19937 random_bits(1);
 int failures = 0;
@@ -167,9 +166,9 @@ void CheckNeeded(int num_ranks, Regions& gathers, Regions& sums, bool logits) {
     }
 }
 
-// Of `tokens` a rank. `by_slots`: else from array to array; `whole`: every rank gets all rows of a sum.
-void CheckAll(int num_ranks, Regions& gathers, Regions& sums, int tokens, bool by_slots, bool whole) {
-  const int size = tokens * kWidth, other_size = tokens * kTopK, parts = whole ? 1 : num_ranks;
+// `by_slots`: else from array to array; `whole`: every rank gets all rows of a sum.
+void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, bool whole) {
+  const int size = kTokens * kWidth, other_size = kTokens * kTopK, parts = whole ? 1 : num_ranks;
   Floats x = Drawn(num_ranks, size), ids = Drawn(num_ranks, other_size), y = Drawn(num_ranks, parts * size);
   Floats rows = Empty(num_ranks, num_ranks * size), all_ids = Empty(num_ranks, num_ranks * other_size);
   Floats total = Empty(num_ranks, size);
@@ -180,8 +179,7 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, int tokens, bool b
     (by_slots ? gather_4 : gather_arrays_4)(gathers.Of(rank), arrays);
   });
   Run(num_ranks, [&](int rank) {
-    Arrays arrays{{Bytes(y, rank)}, {Bytes(total, rank)}, {}, 1, whole};
-    arrays.bytes[0] = size * 4;
+    Arrays arrays{{Bytes(y, rank)}, {Bytes(total, rank)}, {kTokens * kWidth * 4}, 1, whole};
     (by_slots ? reduce_f32_16 : reduce_f32_arrays_16)(sums.Of(rank), arrays);
   });
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -252,17 +250,17 @@ int main(int argc, char** argv) {
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
   for (int kind = 0; kind < 10; ++kind)
-    regions.emplace_back(num_ranks, kind < 2 || kind > 7 ? kManyBytes : 0);
+    regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
-    const bool odd = call % 2 == 1;
-    const int tokens = call / 2 % 2 == 1 ? kManyTokens : kTokens;
-    CheckAll(num_ranks, regions[0], regions[1], tokens, true, odd);
-    CheckAll(num_ranks, regions[2], regions[3], tokens, false, odd);
-    CheckNeeded(num_ranks, regions[4], regions[5], odd);
-    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, odd, tokens);
-    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, odd, tokens);
-    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, odd, tokens);
-    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, odd, tokens);
+    CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
+    CheckAll(num_ranks, regions[2], regions[3], false, call % 2 == 1);
+    CheckNeeded(num_ranks, regions[4], regions[5], call % 2 == 1);
+    const bool needed = call % 2 == 1;
+    const int rows = call / 2 % 2 == 1 ? 1400 : kRows;  // these are so many that a rank's own sums are not the last
+    CheckTerms<BFloat16>(num_ranks, regions[6], Way::kArrays, needed, rows);
+    CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, needed, rows);
+    CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, needed, rows);
+    CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, needed, rows);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

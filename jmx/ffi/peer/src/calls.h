@@ -25,11 +25,6 @@ __device__ u32* Word(const Ranks& ranks, int owner, int row) {
   return reinterpret_cast<u32*>(ranks.region[owner]) + row * kMaxBlocks + blockIdx.x;
 }
 
-// In the memory of `owner`: that the same CTA of rank `from` has sent a piece.
-__device__ u32* Flag(const Ranks& ranks, int owner, int from, int piece) {
-  return Word(ranks, owner, piece * jmx::kMaxRanks + from);
-}
-
 // A call, by its number. A second one at the same time, on the same region, would mix rows up, so that is an error. The
 // word `kBusy` is read when the call begins but checked when it ends: rows need not wait for it.
 struct Call {
@@ -51,25 +46,26 @@ __device__ void End(const Ranks& ranks, const Call& call) {
   }
 }
 
-__device__ void AwaitFlag(u32* flag, u32 call) {
-  const u64 start = Nanoseconds();
-  for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
-    seen = LoadAcquire(flag);
-    if (Nanoseconds() - start > kTimeout) __trap();
+// Signals the other ranks that what this CTA has sent so far has arrived. `flags`: the first row of flags.
+__device__ void Signal(const Ranks& ranks, u32 call, int flags = 0) {
+  __syncthreads();
+  const int other = threadIdx.x;
+  if (other < ranks.num_ranks && other != ranks.rank) {
+    StoreRelease(Word(ranks, other, flags + ranks.rank), call);
   }
 }
 
-// Signals the other ranks that what this CTA has sent so far, up to a piece, has arrived.
-__device__ void Signal(const Ranks& ranks, u32 call, int piece = 0) {
-  __syncthreads();
-  const int other = threadIdx.x;
-  if (other < ranks.num_ranks && other != ranks.rank) StoreRelease(Flag(ranks, other, ranks.rank, piece), call);
-}
-
 // Waits until the same CTA of each rank has signaled this call.
-__device__ void Await(const Ranks& ranks, u32 call, int piece = 0) {
+__device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
   const int other = threadIdx.x;
-  if (other < ranks.num_ranks && other != ranks.rank) AwaitFlag(Flag(ranks, ranks.rank, other, piece), call);
+  if (other < ranks.num_ranks && other != ranks.rank) {
+    u32* mine = Word(ranks, ranks.rank, flags + other);
+    const u64 start = Nanoseconds();
+    for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
+      seen = LoadAcquire(mine);
+      if (Nanoseconds() - start > kTimeout) __trap();
+    }
+  }
   __syncthreads();
 }
 
@@ -77,37 +73,6 @@ __device__ void Meet(const Ranks& ranks, u32 call) {
   Signal(ranks, call);
   Await(ranks, call);
 }
-
-// What a CTA sends goes in pieces: some arrive, and are received, while others are on their way. A flag comes after a
-// fence, which takes as long as the link; so a warp of its own has the flags, and the other threads go on meanwhile.
-//
-// `send` (piece) of all pieces, then `between` (), then `receive` (piece), by kWorkers threads.
-template <typename Send, typename Between, typename Receive>
-__device__ void InPieces(const Ranks& ranks, u32 call, int pieces, Send&& send, Between&& between, Receive&& receive) {
-  constexpr int kSent = 1, kArrived = kSent + jmx::kMaxPieces;  // barriers; that of __syncthreads is 0
-  if (const int other = static_cast<int>(threadIdx.x) - jmx::kWorkers; other >= 0) {
-    const bool counts = other < ranks.num_ranks && other != ranks.rank;
-    for (int piece = 0; piece < pieces; ++piece) {
-      WaitAt(kSent + piece, jmx::kThreads);
-      if (counts) StoreRelease(Flag(ranks, other, ranks.rank, piece), call);
-    }
-    for (int piece = 0; piece < pieces; ++piece) {
-      if (counts) AwaitFlag(Flag(ranks, ranks.rank, other, piece), call);
-      ArriveAt(kArrived + piece, jmx::kThreads);
-    }
-    return;
-  }
-  for (int piece = 0; piece < pieces; ++piece) {
-    send(piece);
-    ArriveAt(kSent + piece, jmx::kThreads);
-  }
-  between();
-  for (int piece = 0; piece < pieces; ++piece) {
-    WaitAt(kArrived + piece, jmx::kThreads);
-    receive(piece);
-  }
-}
-
 // Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.
 struct SystemMemory {
   u64 start = 0;

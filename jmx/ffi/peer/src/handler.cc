@@ -59,8 +59,7 @@ Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t nu
   Rule(how == Way::kSlot || how == Way::kLines || how == Way::kArrays, "wrong way");
   Rule(how != Way::kLines || (unit >= kLineUnit && total <= kMostLineData), "rows that cannot be lines");
   call.function = FunctionName(kind, type, unit, how);
-  const int threads = how == Way::kSlot ? kWorkers : kThreads;
-  call.blocks = BlocksOf(total, threads * (how == Way::kLines ? kLineData : kThreadBytes));
+  call.blocks = BlocksOf(total, how == Way::kLines ? kLineData : kThreadBytes);
   call.GiveRegions(group, how == Way::kArrays ? 0 : how == Way::kLines ? lines * kLineBytes : total);
   return call;
 }

@@ -36,39 +36,31 @@ __device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
   u64 units = 0;  // of a slot
   for (int k = 0; k < arrays.count; ++k) units += arrays.bytes[k] / sizeof(Unit);
   const Share share(units);
-  const int pieces = share.Pieces();
-  const auto send = [&](int nth) {
-    const Share piece = share.Piece(nth, pieces);
-    ForEachOfCta<Unit>(
-        piece.Size(),
-        [&](u32 unit) {
-          const Place<Unit> place(arrays, piece.begin + unit);
-          return reinterpret_cast<const Unit*>(arrays.in[place.array])[place.at];
-        },
-        [&](u32 unit, const Unit& data) {
-          for (int i = 1; i < ranks.num_ranks; ++i) {
-            const int other = (ranks.rank + i) % ranks.num_ranks;
-            reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[piece.begin + unit] = data;
-          }
-          const Place<Unit> place(arrays, piece.begin + unit);
-          reinterpret_cast<Unit*>(arrays.out[place.array])[ranks.rank * place.units + place.at] = data;
-        });
-  };
-  const auto receive = [&](int nth) {
-    const Share piece = share.Piece(nth, pieces);
-    const auto other_of = [&](u32 unit) { return (ranks.rank + 1 + unit / piece.Size()) % ranks.num_ranks; };
-    ForEachOfCta<Unit>(
-        (ranks.num_ranks - 1) * piece.Size(),
-        [&](u32 unit) {
-          const char* slot = jmx::SlotOf(ranks, ranks.rank, call, other_of(unit));
-          return Read<Unit>(slot, piece.begin + unit % piece.Size());
-        },
-        [&](u32 unit, const Unit& data) {
-          const Place<Unit> place(arrays, piece.begin + unit % piece.Size());
-          reinterpret_cast<Unit*>(arrays.out[place.array])[other_of(unit) * place.units + place.at] = data;
-        });
-  };
-  InPieces(ranks, call, pieces, send, [] {}, receive);
+  ForEachOfCta<Unit>(
+      share.Size(),
+      [&](u32 nth) {
+        const Place<Unit> place(arrays, share.begin + nth);
+        return reinterpret_cast<const Unit*>(arrays.in[place.array])[place.at];
+      },
+      [&](u32 nth, const Unit& unit) {
+        for (int i = 1; i < ranks.num_ranks; ++i) {
+          const int other = (ranks.rank + i) % ranks.num_ranks;
+          reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[share.begin + nth] = unit;
+        }
+        const Place<Unit> place(arrays, share.begin + nth);
+        reinterpret_cast<Unit*>(arrays.out[place.array])[ranks.rank * place.units + place.at] = unit;
+      });
+  Meet(ranks, call);
+  const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
+  ForEachOfCta<Unit>(
+      (ranks.num_ranks - 1) * share.Size(),
+      [&](u32 nth) {
+        return Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, other_of(nth)), share.begin + nth % share.Size());
+      },
+      [&](u32 nth, const Unit& unit) {
+        const Place<Unit> place(arrays, share.begin + nth % share.Size());
+        reinterpret_cast<Unit*>(arrays.out[place.array])[other_of(nth) * place.units + place.at] = unit;
+      });
   End(ranks, call);
 }
 
@@ -101,29 +93,21 @@ __device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
   const Call call = Begin(ranks);
   const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
   const Unit* given = reinterpret_cast<const Unit*>(arrays.in[0]);
-  if (const int rank = threadIdx.x; rank < ranks.num_ranks)  // for when the first piece has arrived
+  const Share share(units);
+  const auto other_of = [&](u32 nth) { return (ranks.rank + 1 + nth / share.Size()) % ranks.num_ranks; };
+  ForEachOfCta<Unit>((ranks.num_ranks - 1) * share.Size(),
+                     [&](u32 nth) { return given[other_of(nth) * stride + share.begin + nth % share.Size()]; },
+                     [&](u32 nth, const Unit& unit) {
+                       reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other_of(nth), call,
+                                                           ranks.rank))[share.begin + nth % share.Size()] = unit;
+                     });
+  Meet(ranks, call);
+  if (const int rank = threadIdx.x; rank < ranks.num_ranks)
     in[rank] = reinterpret_cast<u64>(rank == ranks.rank ? reinterpret_cast<const char*>(given + rank * stride)
                                                         : jmx::SlotOf(ranks, ranks.rank, call, rank));
-  const Share share(units);
-  const int pieces = share.Pieces();
-  const auto send = [&](int nth) {
-    const Share piece = share.Piece(nth, pieces);
-    const auto other_of = [&](u32 unit) { return (ranks.rank + 1 + unit / piece.Size()) % ranks.num_ranks; };
-    ForEachOfCta<Unit>(
-        (ranks.num_ranks - 1) * piece.Size(),
-        [&](u32 unit) { return given[other_of(unit) * stride + piece.begin + unit % piece.Size()]; },
-        [&](u32 unit, const Unit& data) {
-          Unit* slot = reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other_of(unit), call, ranks.rank));
-          slot[piece.begin + unit % piece.Size()] = data;
-        });
-  };
   const u32 everyone = (1u << ranks.num_ranks) - 1;
-  const auto receive = [&](int nth) {
-    const Share piece = share.Piece(nth, pieces);
-    AddUpRanks<kOfPiece, Unit, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kWorkers,
-                              [&](u64) { return everyone; });
-  };
-  InPieces(ranks, call, pieces, send, [] {}, receive);
+  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
+                            [&](u64) { return everyone; });
   End(ranks, call);
 }
 
@@ -139,8 +123,7 @@ __device__ void ReduceArrays(const Ranks& ranks, const Arrays& arrays) {
   if (const int rank = threadIdx.x; rank < ranks.num_ranks)
     in[rank] = (rank == ranks.rank ? reinterpret_cast<u64>(arrays.in[0]) : theirs[rank * jmx::kMaxArrays]) +
                first * sizeof(Unit);
-  __syncthreads();
-  AddUpRanks<kOfMany, Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
+  AddUpRanks<Unit, Element>(ranks, in, arrays.out[0], blockIdx.x * u64{blockDim.x} + threadIdx.x, units,
                             gridDim.x * u64{blockDim.x}, [&](u64) { return everyone; });
   Meet(ranks, call);
   End(ranks, call);

@@ -35,8 +35,9 @@ inline const char* NameOf(xla::ffi::DataType type) {
 
 inline size_t RoundUp(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// The CTAs of a call in which each has so many of the bytes.
-inline int BlocksOf(size_t bytes, size_t of_cta) {
+// The CTAs of a call in which a thread has so many of the bytes.
+inline int BlocksOf(size_t bytes, size_t thread_bytes) {
+  const size_t of_cta = kThreads * thread_bytes;
   return static_cast<int>(std::clamp<size_t>((bytes + of_cta - 1) / of_cta, 1, kMaxBlocks));
 }
 

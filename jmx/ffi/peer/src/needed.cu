@@ -56,7 +56,6 @@ __device__ void SendRouting(const Ranks& ranks, const Arrays& arrays, const Need
 }
 
 constexpr int kWarps = jmx::kThreads / Warp::kCount;
-constexpr int kRouting = 1;  // the piece of it, which is sent before the rows
 
 // `GatherArrays`, of rows that go to the ranks which need them only: in the results of others they are zeros. The last
 // array has the ranks, which this rank finds for its own tokens, and the others for theirs.
@@ -84,7 +83,7 @@ __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
   ReceiveAddresses(ranks, call, arrays.count, results);  // and all warps have found theirs
   SendRouting(ranks, arrays, needed, own, results, rows.begin, rows.end);
   SendRouting(ranks, arrays, needed, own, results, needed.rows + others.begin, needed.rows + others.end);
-  Signal(ranks, call, kRouting);
+  Signal(ranks, call, jmx::kFirst);
   const auto result = [&](int rank) {
     return reinterpret_cast<uint4*>(rank == ranks.rank ? reinterpret_cast<u64>(arrays.out[0])
                                                        : results[rank * jmx::kMaxArrays]);
@@ -108,7 +107,7 @@ __device__ void GatherNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
         if (its[i] >> rank & 1) to[begin + i * jmx::kThreads] = found[i];
     }
   }
-  Await(ranks, call, kRouting);
+  Await(ranks, call, jmx::kFirst);
   for (int i = 1; i < ranks.num_ranks; ++i) {
     const int other = (ranks.rank + i) % ranks.num_ranks;
     for (u64 row = rows.begin + mine; row < rows.end; row += kWarps) {
@@ -156,8 +155,7 @@ __device__ void ReduceNeeded(const Ranks& ranks, const Arrays& arrays, const Nee
     const char* from = rank == ranks.rank ? arrays.in[0] : arrays.out[1];
     in[rank] = reinterpret_cast<u64>(from) + rank * arrays.bytes[0];
   }
-  __syncthreads();
-  AddUpRanks<kOfMany, uint4, Element>(
+  AddUpRanks<uint4, Element>(
       ranks, in, arrays.out[0], rows.begin * units + threadIdx.x, rows.end * units, jmx::kThreads,
       [&](u64 at) { return __ldg(ranks_of + ranks.rank * needed.tokens + static_cast<u32>(at) / units); });
   End(ranks, call);

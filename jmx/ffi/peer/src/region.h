@@ -15,13 +15,11 @@ constexpr int kMaxRanks = 8;    // GPUs of one host
 constexpr int kMaxArrays = 4;   // of one call
 constexpr int kMaxBlocks = 128;  // CTAs of one call
 constexpr int kThreads = 512;   // of a CTA
-constexpr int kWorkers = kThreads - 32;  // of them, where rows go in pieces: a warp has the flags of these
-constexpr int kMaxPieces = 4;   // of what a CTA sends
 constexpr int kThreadBytes = 16;  // that decide the number of CTAs
 
-// Rows of kMaxBlocks words at the beginning of a region, a word a CTA: for each piece a flag for each rank; the number
-// of the last call; whether a call is running.
-constexpr int kCalls = kMaxPieces * kMaxRanks, kBusy = kCalls + 1;
+// Rows of kMaxBlocks words at the beginning of a region, a word a CTA: a flag for each rank, and another one for what
+// it sends first; the number of the last call; whether a call is running.
+constexpr int kFirst = kMaxRanks, kCalls = 2 * kMaxRanks, kBusy = kCalls + 1;
 // Then the addresses of arrays that each rank has sent: a line of 16 bytes an array, a CTA and a rank.
 constexpr int kAddresses = (kBusy + 1) * kMaxBlocks * 4;  // where they begin, in bytes
 constexpr int kSlots = kAddresses + kMaxRanks * kMaxBlocks * kMaxArrays * 16;  // where slots begin, in bytes

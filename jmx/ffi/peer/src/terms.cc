@@ -69,7 +69,7 @@ SumCall CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::Re
   call.terms.units = static_cast<unsigned>(bytes / tokens / kUnit);
   call.terms.parts = static_cast<int>(of_rows[0]);
   call.terms.slots = static_cast<int>(slots);
-  call.blocks = BlocksOf(bytes, kWorkers * kUnit);
+  call.blocks = BlocksOf(bytes, kUnit);
   call.GiveRegions(group, how == Way::kArrays ? 0 : bytes);
   return call;
 }

@@ -65,44 +65,41 @@ __device__ uint4 SumOf(const Terms& terms, u32 token, u32 unit) {
 // token's rank: `kSlots`: into its region; else into the second array of the call.
 template <bool kSlots, typename Element>
 __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Terms& terms) {
-  __shared__ u64 written[jmx::kMaxRanks * jmx::kMaxArrays], in[jmx::kMaxRanks];
+  __shared__ u64 to[jmx::kMaxRanks * jmx::kMaxArrays], in[jmx::kMaxRanks];
   const Call call = Begin(ranks);
-  if constexpr (!kSlots) SwapAddresses(ranks, call, arrays.out + 1, 1, written);
-  // Where sums of rank `from` are in the memory of `owner`.
-  const auto sums_of = [&](int owner, int from) {
-    if constexpr (kSlots) return jmx::SlotOf(ranks, owner, call, from);
-    const u64 theirs = written[owner * jmx::kMaxArrays];
-    return (owner == ranks.rank ? arrays.out[1] : reinterpret_cast<char*>(theirs)) + from * arrays.bytes[0];
-  };
-  if (const int rank = threadIdx.x; rank < ranks.num_ranks)  // for when the first piece has arrived
-    in[rank] = reinterpret_cast<u64>(sums_of(ranks.rank, rank));
+  if constexpr (!kSlots) SwapAddresses(ranks, call, arrays.out + 1, 1, to);
+  if (const u32 rank = threadIdx.x; rank < static_cast<u32>(ranks.num_ranks)) {
+    const int its = static_cast<int>(rank);
+    u64& theirs = to[rank * jmx::kMaxArrays];
+    if constexpr (kSlots) {
+      theirs = reinterpret_cast<u64>(jmx::SlotOf(ranks, its, call, ranks.rank));
+      in[rank] = reinterpret_cast<u64>(jmx::SlotOf(ranks, ranks.rank, call, its));
+    } else {
+      const u64 mine = reinterpret_cast<u64>(arrays.out[1]);
+      theirs = (its == ranks.rank ? mine : theirs) + ranks.rank * arrays.bytes[0];
+      in[rank] = mine + rank * arrays.bytes[0];
+    }
+  }
+  __syncthreads();
   const Share share(u64{terms.tokens} * terms.units);  // of a rank's results
-  const int pieces = kSlots ? share.Pieces() : 1;
   const auto row_of = [&](u64 at) { return static_cast<u32>(at) / terms.units; };
   const auto ranks_of = [&](int rank, u64 at) {
     return terms.ranks == nullptr ? (1u << ranks.num_ranks) - 1 : __ldg(terms.ranks + rank * terms.tokens + row_of(at));
   };
   const auto send = [&](u64 at, int rank) {
     if ((ranks_of(rank, at) >> ranks.rank & 1) == 0) return;
-    const uint4 sum = SumOf<Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
-    reinterpret_cast<uint4*>(sums_of(rank, ranks.rank))[at] = sum;
+    reinterpret_cast<uint4*>(to[rank * jmx::kMaxArrays])[at] =
+        SumOf<Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
   };
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
-  const bool many = share.Size() > kMany * jmx::kWorkers;
-  const auto send_piece = [&](int nth) {
-    const Share piece = share.Piece(nth, pieces);
-    for (u64 at = piece.begin + threadIdx.x; at < piece.end; at += jmx::kWorkers)
-      for (int i = 1; i < ranks.num_ranks + many; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
-  };
-  const auto own_sums = [&] {
-    for (u64 at = share.begin + threadIdx.x; at < share.end && !many; at += jmx::kWorkers) send(at, ranks.rank);
-  };
-  const auto receive = [&](int nth) {
-    const Share piece = share.Piece(nth, pieces);
-    AddUpRanks<kSlots ? kOfPiece : kOfMany, uint4, Element>(ranks, in, arrays.out[0], piece.begin + threadIdx.x, piece.end, jmx::kWorkers,
-                               [&](u64 at) { return ranks_of(ranks.rank, at); });
-  };
-  InPieces(ranks, call, pieces, send_piece, own_sums, receive);
+  const bool many = share.Size() > kMany * jmx::kThreads;
+  for (u64 at = share.begin + threadIdx.x; at < share.end; at += jmx::kThreads)
+    for (int i = 1; i < ranks.num_ranks + many; ++i) send(at, (ranks.rank + i) % ranks.num_ranks);
+  Signal(ranks, call);
+  for (u64 at = share.begin + threadIdx.x; at < share.end && !many; at += jmx::kThreads) send(at, ranks.rank);
+  Await(ranks, call);
+  AddUpRanks<uint4, Element>(ranks, in, arrays.out[0], share.begin + threadIdx.x, share.end, jmx::kThreads,
+                             [&](u64 at) { return ranks_of(ranks.rank, at); });
   End(ranks, call);
 }
 

@@ -7,8 +7,6 @@
 namespace {
 
 constexpr int kInFlight = 4;  // units that a thread reads before it writes them
-// Those of two ranks that it reads before it adds any: of a piece it has few.
-constexpr int kOfPiece = 4, kOfMany = 8;
 
 template <typename Unit>
 __device__ Unit Read(const char* data, u64 index) {  // past L1, which other GPUs do not write to
@@ -36,29 +34,20 @@ struct Share {
   u64 begin, end;
   __device__ explicit Share(u64 count)
       : begin(count * blockIdx.x / gridDim.x), end(count * (blockIdx.x + 1) / gridDim.x) {}
-  __device__ Share(u64 begin, u64 end) : begin(begin), end(end) {}
   __device__ u32 Size() const { return end - begin; }
-  // In how many pieces it is sent, of at least a unit a worker; and one of them.
-  __device__ int Pieces() const {
-    const int full = Size() / jmx::kWorkers;
-    return full < 1 ? 1 : full > jmx::kMaxPieces ? jmx::kMaxPieces : full;
-  }
-  __device__ Share Piece(int nth, int pieces) const {
-    return {begin + u64{Size()} * nth / pieces, begin + u64{Size()} * (nth + 1) / pieces};
-  }
 };
 
-// `ForEach`, of units that are all of this CTA's workers.
+// `ForEach`, of units that are all of this CTA.
 template <typename Unit, typename Load, typename Store>
 __device__ void ForEachOfCta(u32 count, Load&& load, Store&& store) {
-  for (u32 first = threadIdx.x; first < count; first += kInFlight * jmx::kWorkers) {
+  for (u32 first = threadIdx.x; first < count; first += kInFlight * jmx::kThreads) {
     Unit units[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i)
-      if (first + i * jmx::kWorkers < count) units[i] = load(first + i * jmx::kWorkers);
+      if (first + i * jmx::kThreads < count) units[i] = load(first + i * jmx::kThreads);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i)
-      if (first + i * jmx::kWorkers < count) store(first + i * jmx::kWorkers, units[i]);
+      if (first + i * jmx::kThreads < count) store(first + i * jmx::kThreads, units[i]);
   }
 }
 
@@ -127,17 +116,18 @@ __device__ void AddUp(const u64* in, Unit* out, u64 begin, u64 end, u64 step, Ra
   }
 }
 
-// `AddUp` for the number of ranks: so many units of two ranks, and fewer of more.
-template <int kUnits, typename Unit, typename Element, typename RanksOfUnit>
+// `AddUp` for the number of ranks. `in`: shared, and complete when all threads have come here.
+template <typename Unit, typename Element, typename RanksOfUnit>
 __device__ void AddUpRanks(const Ranks& ranks, const u64* in, char* result, u64 begin, u64 end, u64 step,
                            RanksOfUnit&& of) {
+  __syncthreads();
   Unit* out = reinterpret_cast<Unit*>(result);
   if (ranks.num_ranks <= 2)
-    AddUp<2, kUnits, Unit, Element>(in, out, begin, end, step, of);
+    AddUp<2, 8, Unit, Element>(in, out, begin, end, step, of);
   else if (ranks.num_ranks <= 4)
-    AddUp<4, kUnits / 2, Unit, Element>(in, out, begin, end, step, of);
+    AddUp<4, 4, Unit, Element>(in, out, begin, end, step, of);
   else
-    AddUp<8, kUnits / 4, Unit, Element>(in, out, begin, end, step, of);
+    AddUp<8, 2, Unit, Element>(in, out, begin, end, step, of);
 }
 
 }  // namespace
