@@ -93,10 +93,7 @@ def _sum(parts: Float[Array, "nt H"], num_ranks: int) -> Float[Array, "t H"]:
 
 def _in_steps(call: Call, local: Local, x: Any, routing: Routing, arrays: Any, _: Any) -> Float[Array, "T H"]:
     """`overlapped`, differentiable."""
-
-    def send(x: Float[Array, "t H"], routing: Routing) -> tuple[Float[Array, "nt H"], Any]:
-        return gathered(Coded(call.wire, collectives.all_gather), call.axes, x, routing)
-
+    send: Any = partial(gathered, Coded(call.wire, collectives.all_gather), call.axes)
     return in_chunks(call.chunks, send, partial(local, arrays), partial(scattered, call.axes, False), x, routing)
 
 

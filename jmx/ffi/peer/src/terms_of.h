@@ -1,4 +1,4 @@
-// What terms.cc passes to the kernels of terms.h beside the arrays of a call.
+// What terms.cc passes to the kernels of terms.cu beside the arrays of a call.
 #pragma once
 
 namespace jmx {
