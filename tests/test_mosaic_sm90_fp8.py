@@ -468,13 +468,13 @@ def test_two_warpgroups_take_elements_of_8_bits_that_many_tokens_share(name):
 
 
 def test_the_pipeline_of_a_launch_that_quantizes_is_limited():
-    """136 KiB, of 8-bit elements 160, or 112 where rows are kept, or 120 where columns are shared; but three steps of
-    every warpgroup in any case."""
+    """136 KiB, where items are of two tiles 160, or 112 where rows are kept, or 120 where columns are shared; but three
+    steps of every warpgroup in any case."""
     found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 16, 64) for name in TAKEN}
-    for (_, name), config in found.items():
+    for (tokens, name), config in found.items():
         size = config.num_warpgroups * unit_bytes(FORMATS[name])
         most = 112 if config.resident_rows else 120 if config.warpgroups_k > 1 else 136
-        most = 160 if most == 136 and FORMATS[name].element_bits == 8 else most
+        most = 160 if shape_of(tokens, name).takes_pairs_of_tiles else most
         assert config.num_stages <= max(3 * config.units, most * 1024 // size)
     assert [found[tokens, "mxfp4"].num_stages for tokens in (1, 4, 16, 64)] == [8, 6, 7, 8]
 

@@ -30,7 +30,7 @@ _MIN_BLOCK = 1.25  # rows of a block, in average rows of an expert, if it is mad
 _WHOLE_BLOCKS = 2  # blocks of an expert, on average, from which on all but the last are whole
 # Bytes of weights in the pipeline of a launch that quantizes rows: with more, reads and signals of rows wait longer.
 _PIPELINE_BYTES = 136 << 10
-_PIPELINE_BYTES_WHOLE = 160 << 10  # the same of 8-bit elements, which are read as they are
+_PIPELINE_BYTES_OF_PAIRS = 160 << 10  # the same where items are of two tiles: see `Shape.takes_pairs_of_tiles`
 _PIPELINE_BYTES_RESIDENT = 112 << 10  # the same with resident rows, which every SM loads
 _PIPELINE_BYTES_SHARED = 120 << 10  # the same where warpgroups share columns
 _MIN_PIPELINE_STEPS = 3  # steps of a warpgroup that such a pipeline holds in any case
@@ -298,7 +298,7 @@ def deepest(shape: Shape, config: Config) -> Config:
     """`config` with as many stages as fit, or as are useful. ValueError if not even its `units` of them fit."""
     most = MAX_STAGES
     if config.fuse_quantize:
-        pipeline_bytes = _PIPELINE_BYTES if shape.decoded else _PIPELINE_BYTES_WHOLE
+        pipeline_bytes = _PIPELINE_BYTES_OF_PAIRS if shape.takes_pairs_of_tiles else _PIPELINE_BYTES
         pipeline_bytes = _PIPELINE_BYTES_SHARED if config.warpgroups_k > 1 else pipeline_bytes
         pipeline_bytes = _PIPELINE_BYTES_RESIDENT if config.resident_rows else pipeline_bytes
         stage_bytes = config.num_warpgroups * shape.unit_bytes

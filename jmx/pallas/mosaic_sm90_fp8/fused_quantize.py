@@ -5,12 +5,12 @@ All consumer warpgroups quantize a share of a GEMM's rows to global memory, and 
 while they are multiplied: other CTAs do not need them, and no producer copies them. This is done once for x, but again
 for each item for h; so with more than one row per warpgroup it would take too long.
 
-Quantization of h starts once all of its columns are written, which counters in global memory signal. Where weights need
-no decoding, most rows, the *early* ones, are quantized while the last items of the first GEMM are computed: those of
-blocks without an item among the last two of any CTA. CTAs signal before their last but one item that what came before
-is written, and quantize early rows before their last item, by when all others have signaled. So only the few late rows
-are waited for when the first GEMM is complete, by the items that need them, which are the last ones of the second GEMM.
-"""
+Quantization of h starts once all of its columns are written, which counters in global memory signal. Where weights are
+read as they are, most rows, the *early* ones, are quantized while the last items of the first GEMM are computed: those
+of blocks without an item among the last two of any CTA. CTAs signal before their last but one item that what came
+before is written, and quantize early rows before their last item, by when all others have signaled. So only the few
+late rows are waited for when the first GEMM is complete, by the items that need them, which are the last ones of the
+second GEMM."""
 
 import jax
 import jax.numpy as jnp

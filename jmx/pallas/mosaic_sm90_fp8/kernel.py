@@ -65,8 +65,9 @@ def grouped_products(
     """
     operands = [(product.inputs, Operands.of(product)) for product in products]
     fused = products[0].quantizes
-    # Weights that are decoded leave warpgroups less time: there it costs more than it saves.
-    early = fused and not config.resident_rows and not products[0].elements.decoded
+    # Weights that are decoded leave warpgroups less time: there it costs more than it saves. Others were not measured.
+    alone = not config.resident_rows and config.warpgroups_k == 1
+    early = fused and alone and not (products[0].elements.decoded or products[0].scales_units)
     assert all(product.quantizes == fused for product in products)
     assert not config.resident_rows or (fused and isinstance(blocks.counts, int))  # all blocks have the same rows
     outputs = [
