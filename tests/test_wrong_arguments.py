@@ -1001,7 +1001,7 @@ EXEMPT = {
 # What subclasses of `jmx.models.Model` define, or runners call, of arrays that are traced.
 HOOKS = (
     *("angles", "embed", "make_attention", "make_block", "make_moe", "make_shared_experts"),
-    *("by_row", "whole", "check_rows"),
+    *("by_row", "put_rows", "finish", "whole", "check_rows"),
 )
 OF_SPLITS = ("check", "check_rows", "mark_sums", "place", "reading", "sharding", "spec", "ways")
 EXEMPT |= {
