@@ -34,7 +34,7 @@ TOLERANCE = 4e-3
 on_hopper = pytest.mark.skipif(Environment.probe().compute_capability != (9, 0), reason="needs a Hopper GPU")
 last_phases_may_be_skipped = pytest.mark.skipif(
     jax.__version_info__ < (0, 12),
-    reason="before jax 0.12 the interpreter refused barriers whose last arrivals nobody waits for",
+    reason="before jax 0.12 the interpreter refused barriers whose last phases no thread waits for",
 )
 
 

@@ -21,7 +21,7 @@ from jmx.parallel.gather import gathered
 from jmx.parallel.scatter import scattered
 from jmx.parallel.wire import Coded
 from jmx.routing import Routing
-from jmx.util.primals import backward, forward_of
+from jmx.util.primals import differentiate_as
 from jmx.util.typing import Array, Float, Int32, Shaped
 
 
@@ -97,13 +97,4 @@ def _in_steps(call: Call, local: Local, x: Any, routing: Routing, arrays: Any, _
     return in_chunks(call.chunks, send, partial(local, arrays), partial(scattered, call.axes, False), x, routing)
 
 
-def _fwd(call: Call, local: Local, *primals: Any) -> tuple[Float[Array, "T H"], Any]:
-    return forward_of(partial(_in_steps, call, local), primals)
-
-
-def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> Any:
-    del call, local
-    return backward(residuals, dy)
-
-
-overlapped.defvjp(_fwd, _bwd, symbolic_zeros=True)
+differentiate_as(overlapped, _in_steps)

@@ -23,7 +23,7 @@ from jmx.selection.backend import GivesTerms
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.select import select
-from jmx.util.primals import backward, forward_of
+from jmx.util.primals import differentiate_as
 from jmx.util.typing import Array, Float, Int32, UInt32
 
 
@@ -105,13 +105,4 @@ def _returned(call: Call, results: Any, ranks: UInt32[Array, " nT"] | None, dtyp
     return needed.scattered(call.axes, results, ranks)
 
 
-def _fwd(call: Call, local: Local, *primals: Any) -> tuple[Float[Array, "T H"], Any]:
-    return forward_of(partial(_in_steps, call, local), primals)
-
-
-def _bwd(call: Call, local: Local, residuals: Any, dy: Any) -> Any:
-    del call, local
-    return backward(residuals, dy)
-
-
-summed.defvjp(_fwd, _bwd, symbolic_zeros=True)
+differentiate_as(summed, _in_steps)

@@ -53,18 +53,28 @@ class Perturbed:
         return jax.tree.unflatten(self.tree, [next(of_wanted if flag else others) for flag in self.flags])
 
 
-def forward_of(function: Callable[..., Any], primals: tuple[Any, ...]) -> tuple[Any, Any]:
-    """What a forward rule returns: the result of a function, of the rule's arguments, and what `backward` takes."""
-    perturbed = Perturbed.of(primals)
-    wanted, rest = perturbed.split(values_of(primals))
-    y, transpose = jax.vjp(lambda wanted: function(*perturbed.joined(wanted, rest)), wanted)
-    return y, (transpose, perturbed)
+def differentiate_as(rule: Any, function: Callable[..., Any]) -> None:
+    """Gives a `jax.custom_vjp` the derivatives of another function, which computes the same of the same arguments.
 
+    Gradients of arguments that are not differentiated are None.
 
-def backward(residuals: Any, dy: Any) -> Any:
-    """What a backward rule returns: the gradients of all arguments, None for those that are not differentiated."""
-    transpose, perturbed = residuals
-    wanted, rest = ([None] * perturbed.flags.count(flag) for flag in (True, False))
-    if not isinstance(dy, jax.custom_derivatives.SymbolicZero):
-        (wanted,) = transpose(dy)
-    return perturbed.joined(wanted, rest)
+    Args:
+        rule: the first two of its arguments are static, its `nondiff_argnums`.
+        function: is differentiable.
+    """
+
+    def forward(first: Any, second: Any, *primals: Any) -> tuple[Any, Any]:
+        perturbed = Perturbed.of(primals)
+        wanted, rest = perturbed.split(values_of(primals))
+        y, transpose = jax.vjp(lambda wanted: function(first, second, *perturbed.joined(wanted, rest)), wanted)
+        return y, (transpose, perturbed)
+
+    def backward(first: Any, second: Any, residuals: Any, dy: Any) -> Any:
+        del first, second
+        transpose, perturbed = residuals
+        wanted, rest = ([None] * perturbed.flags.count(flag) for flag in (True, False))
+        if not isinstance(dy, jax.custom_derivatives.SymbolicZero):
+            (wanted,) = transpose(dy)
+        return perturbed.joined(wanted, rest)
+
+    rule.defvjp(forward, backward, symbolic_zeros=True)
