@@ -38,7 +38,6 @@ from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
 from jmx.pallas.mosaic_sm90.rows import (
-    ROW_ALIGNMENT,
     expert_of_eight,
     gate_and_up,
     padded,
@@ -47,7 +46,7 @@ from jmx.pallas.mosaic_sm90.rows import (
     tile_order,
 )
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.tiles import TILE, alike
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, alike
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped

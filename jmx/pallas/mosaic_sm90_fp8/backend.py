@@ -25,7 +25,7 @@ from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heurist
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.pallas.sm90.config import FEW_TOKENS
-from jmx.pallas.sm90.tiles import GATED_ROWS, TILE, alike
+from jmx.pallas.sm90.tiles import GATED_ROWS, ROW_ALIGNMENT, TILE, VECTOR, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
@@ -34,8 +34,6 @@ from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits, hidden_and_intermediate, indivisible
 from jmx.util.typing import Array, Bool, Float, Float32
 
-COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
-ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 INPUTS = tuple(
     format.name
     for format in (
@@ -68,7 +66,7 @@ def _sizes(problem: Problem) -> Rejection | None:
     multiple, why = (
         (block, f"the columns of a scale of {problem.input_format} inputs")
         if isinstance(block, int)
-        else (COLUMN_ALIGNMENT, "columns that are read together")
+        else (VECTOR, "columns that are read together")
     )
     return indivisible(
         hidden_and_intermediate(problem), multiple, why, "use backend='xla', or leave inputs as they are"
@@ -114,7 +112,7 @@ class MosaicSm90Fp8(LimitedBackend):
 
         assert problem.input_format is not None
         wide = x.shape[-1]
-        if any(size % COLUMN_ALIGNMENT for size in (experts.hidden_size, experts.intermediate_size)):
+        if any(size % VECTOR for size in (experts.hidden_size, experts.intermediate_size)):
             x, experts = padding.widened(x, experts), experts.as_padded()
         skips = experts.padded_to is not None
         columns, h_columns = (experts.spec(role).shape[1] for role in ROLES)
