@@ -55,14 +55,14 @@ def copy_rows(gemm: Gemm) -> None:
     before the first one until all of them are rounded."""
     pipeline, schedule, share, config = gemm.pipeline, gemm.schedule, gemm.share, gemm.config
     blocks, buffers = gemm.blocks, gemm.shared.stages.x
-    if gemm.before is not None and gemm.rounded is not None:
-        gemm.rounded.wait(config.num_warpgroups, share.num_ctas)
+    if gemm.before is not None and gemm.row_rounder is not None:
+        gemm.row_rounder.wait(config.num_warpgroups, share.num_ctas)
 
     @jax.named_scope("rows_prologue")
     def prologue(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
         item = gemm.work_item(turn)
         first, count = blocks.first_row(gemm.x_rows, item.block), blocks.count_of(item.block)
-        if gemm.before is not None and gemm.rounded is None:
+        if gemm.before is not None and gemm.row_rounder is None:
             counters.wait(gemm.written, *gemm.before.needed(item, gemm.num_blocks))
         before = share.stages_before + turn * share.item_stages
 
