@@ -31,7 +31,7 @@ from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
 from jmx.pallas.mosaic_sm90.rows import gate_and_up, padded, rounded, sorted_rows
 from jmx.pallas.sm90.config import FEW_TOKENS, SHARED_MEMORY
-from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, VECTOR, alike
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, VECTOR, weights_alike
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import ExpertProduct, Reason, Rejection
@@ -134,7 +134,7 @@ class MosaicSm90(LimitedBackend):
 
         config = tuning.config(self, problem, environment).config
         every = experts.merged()
-        gate_up, down = alike(every.gate_up, every.down, experts.format)
+        gate_up, down = weights_alike(every)
         order = every.gate_up.order
 
         def rows_and_blocks(work: Work) -> tuple[RoundedRows, Blocks]:

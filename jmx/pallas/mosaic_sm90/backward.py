@@ -46,7 +46,7 @@ from jmx.pallas.mosaic_sm90.rows import (
     tile_order,
 )
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, alike
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, weights_alike
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped
@@ -172,8 +172,7 @@ class _Pass:
         return kernel.one_product(rows, product, blocks, split_k=1, **launched)
 
     def _weight(self, role: str) -> BlockScaled:
-        every = self.experts.merged()
-        gate_up, down = alike(every.gate_up, every.down, self.experts.format)
+        gate_up, down = weights_alike(self.experts.merged())
         return gate_up if role == "gate_up" else down
 
     def _row_scales(self, role: str) -> Float32[Array, "every N"] | None:

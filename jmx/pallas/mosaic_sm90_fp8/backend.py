@@ -25,7 +25,7 @@ from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heurist
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.pallas.sm90.config import FEW_TOKENS
-from jmx.pallas.sm90.tiles import GATED_ROWS, ROW_ALIGNMENT, TILE, VECTOR, alike
+from jmx.pallas.sm90.tiles import GATED_ROWS, ROW_ALIGNMENT, TILE, VECTOR, weights_alike
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
@@ -140,9 +140,7 @@ class MosaicSm90Fp8(LimitedBackend):
         def both(work: Work) -> Float[Array, "P R H"]:
             rows, num_rows = unquantized(work), work.num_rows
             every = experts.merged()
-            weights = every.gate_up, every.down
-            if config.fuse_quantize:
-                weights = alike(*weights, experts.format)
+            weights = weights_alike(every) if config.fuse_quantize else (every.gate_up, every.down)
             products = partial(
                 grouped_products,
                 blocks=work.blocks.of_layer(experts.first_expert),
