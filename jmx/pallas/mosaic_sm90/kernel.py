@@ -147,7 +147,7 @@ def _products(
             """Each role of a warp computes the scalars of its GEMMs itself, in its own branch."""
             start, before, rows, x_rows = Share.begin(cta), None, x, work.x_rows
             for nth, (product, schedule) in enumerate(zip(products, all_schedules, strict=True)):
-                share = Share.of(start, schedule.num_items(num_blocks), schedule.k_steps, num_cores)
+                share = Share.of(start, schedule.num_items(num_blocks), schedule.item_stages, num_cores)
                 is_read = nth + 1 < len(products)
                 yield Gemm(
                     product=product,
