@@ -51,7 +51,7 @@ from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped
 
-# At bfloat16 some of h would be at a clamp, where it is not, and its derivative another one.
+# In bfloat16 some of h would round to a limit at which the activation clamps, and have another derivative.
 H_DTYPE = jnp.float32
 
 

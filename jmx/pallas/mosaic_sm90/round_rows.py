@@ -41,7 +41,7 @@ _PACK = (  # two numbers times a scale, in bfloat16
     "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; "
     "mul.rn.f32 a, a, c; mul.rn.f32 b, b, c; cvt.rn.bf16x2.f32 $0, b, a; }"
 )
-_ONE, _BEYOND = 0x3F800000, 0x44000000  # 512: as all that is more, it becomes the largest e4m3
+_ONE, _BEYOND = 0x3F800000, 0x44000000  # 1, and 512, which like all larger quotients becomes the largest e4m3
 _LEAST_POWER = 1 << 22  # 2^-127, a subnormal
 # Scales that are powers of two: what is added to the bits of the largest magnitude, and subtracted from its exponent.
 _POWERS = {"mxfp4": (1 << 21, 2)}

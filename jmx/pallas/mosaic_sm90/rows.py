@@ -46,7 +46,7 @@ def rounded(
 def gate_and_up(h: Float[Array, "*lead tile_rows"], experts: Experts | Problem) -> tuple[Float[Array, "*lead I"], ...]:
     """Gate and up of outputs of `gate_up` in the order of tiles, 8 gates and then their 8 ups; or all without a gate.
 
-    `experts`: or a problem, which say how many there are, and whether there is a gate.
+    `experts`: these or a problem give the number of outputs, and whether there is a gate.
     """
     return split(h, tile_order(experts), experts.intermediate_size)
 
