@@ -13,7 +13,7 @@ _LEAST_OF_FOUR = 40  # rows of a block, from which stages of four tiles were fas
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
 _OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator
-# Assignments up to which there are so few tiles that warpgroups share each one's columns; and that `down` is split, too.
+# Assignments up to which tiles are so few that warpgroups share each one's columns; and that `down` is split, too.
 _MOST_SHARED, _MOST_SPLIT = 24, 8
 _MOST_OF_FIVE = 80  # rows of a block beside which five warpgroups have registers to dequantize every format
 
