@@ -1,7 +1,7 @@
 """Layouts that "auto" is on a Hopper GPU, on any machine: the reference reads all of them.
 
 As a plugin of pytest it does so for every layer of a run: `make test ARGS="-p tests.hopper_layouts FILE"`. Some tests
-then fail for what they say: that "auto" is "packed" here, or how many bytes a layer has.
+then fail for what they say, such as how many bytes a layer has.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ HOPPER = (9, 0)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every module of jmx choose as on a Hopper GPU. Those that are imported later do so, too."""
+    """Makes every module of jmx, and of tests, choose as on a Hopper GPU. Those imported later do so, too."""
     import jmx.backends
 
     resolve = jmx.backends.resolve_layout
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "jmx"]:
-        if getattr(module, "resolve_layout", None) is resolve:
+    for module in [*sys.modules.values()]:
+        if vars(module).get("resolve_layout") is resolve:
             monkeypatch.setattr(module, "resolve_layout", _on_hopper(resolve))
 
 
