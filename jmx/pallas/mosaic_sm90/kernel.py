@@ -23,6 +23,7 @@ docs/internals/mosaic_sm90.md has a drawing, and what bounds the kernel.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,13 +113,6 @@ def _products(
     """The last of one or two products, of which the second one reads the result of the first."""
     first = products[0]
     decoder = decoder_of(first.format, first.weight.scales.dtype)
-    outputs = [
-        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.stored.num_outputs), product.dtype)
-        for product, schedule in zip(products, all_schedules, strict=True)
-    ]
-    rounded_shapes = [] if rounding is None else rounding.shapes(num_rows)
-    if rounding is not None and rounding.by_tile:
-        outputs[0] = jax.ShapeDtypeStruct(outputs[0].shape, jnp.bfloat16)
 
     def body(
         x: Ref,
@@ -185,13 +179,27 @@ def _products(
     words = 0 if rounding is None else rounding.words(config.block_n)
     shared = SharedMemory.of(config, operands[0], decoder.tile, x.dtype, transposed=first.transposed, words=words)
     name = "mosaic_transposed" if first.transposed else "mosaic"
-    kernel = persistent_kernel(body, name, config, num_cores, [outputs, rounded_shapes], shared)
+    outputs = [
+        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.stored.num_outputs), product.dtype)
+        for product, schedule in zip(products, all_schedules, strict=True)
+    ]
+    kernel = persistent_kernel(body, name, config, num_cores, _with_rounded(outputs, rounding, num_rows), shared)
     zeros, static = blocks.zeros, None
     if rounding is not None:
         zeros = jnp.pad(zeros, (0, max(0, COUNTERS - zeros.size)))
         static = None if rounding.static_scale is None else rounding.static_scale.reshape(1)
     results, _ = launch(kernel, x, operands, blocks.arrays, jax.new_ref(zeros), static)
     return results[-1]
+
+
+def _with_rounded(outputs: list[Any], rounding: Rounding | None, num_rows: int) -> list[list[Any]]:
+    """Shapes of the products' results, and of what h is rounded to where that is not h itself."""
+    if rounding is None:
+        return [outputs, []]
+    if rounding.by_tile:
+        h, *others = outputs
+        return [[jax.ShapeDtypeStruct(h.shape, jnp.bfloat16), *others], []]
+    return [outputs, rounding.shapes(num_rows)]
 
 
 def _scope(product: Product) -> str:
