@@ -127,7 +127,8 @@ class _Kernel:
                 slot, nth = state
                 self.pipeline.acquire(slot, nth)
                 first = aligned + step * TILE
-                for_width(_WIDTHS, end - first, lambda width: copy(aligned_row(first), width, m, n, slot))
+                seen = aligned_row(first)
+                for_width(_WIDTHS, end - first, lambda width: copy(seen, width, m, n, slot))
                 return self.pipeline.next_slot(slot), nth + 1
 
             return lax.fori_loop(0, self.num_stages(group), stage, state)
