@@ -102,7 +102,7 @@ def _measure_peer(arguments: argparse.Namespace, seed: int, limits: list[Limits]
         key = jax.random.fold_in(data_key, tokens)
         case = bench.Case.draw(shape, tokens, "uniform", count, key, experts[0])
         systems = [_ours("cpu", shape, case, experts), _ours("xla", shape, case, experts), _peer(shape, case, peers)]
-        measured += _told(_time(systems, arguments.rounds, limits))
+        measured += _printed(_time(systems, arguments.rounds, limits))
     return measured
 
 
@@ -127,11 +127,11 @@ def _measure_formats(arguments: argparse.Namespace, seed: int, limits: list[Limi
             timed = _ours("cpu", shape, case, experts[shape.format])
             row = dataclasses.replace(timed.row, format=shape.format, input_format=shape.input_format)
             systems.append(timed._replace(row=row))
-        measured += _told(_time(systems, arguments.rounds, limits))
+        measured += _printed(_time(systems, arguments.rounds, limits))
     return measured
 
 
-def _told(rows: list[Row]) -> list[Row]:
+def _printed(rows: list[Row]) -> list[Row]:
     for row in rows:
         print(f"{row.system}, {row.held}, {row.tokens} tokens: {row.us:.0f} us", file=sys.stderr, flush=True)
     return rows

@@ -5,7 +5,6 @@
 
 from collections.abc import Collection, Sequence
 
-from jmx.ffi import blackwell_layouts
 from jmx.ffi.cpu import library as cpu_library
 from jmx.ffi.cpu.backend import Cpu
 from jmx.ffi.cutlass import library as cutlass_library
@@ -13,6 +12,7 @@ from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.ffi.one_token import library as one_token_library
 from jmx.ffi.peer import library as peer_library
+from jmx.numerics import blackwell_layouts
 from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.numerics.layouts import Layout

@@ -10,9 +10,9 @@ from memory import compile_here, temporary_bytes
 
 import jmx
 from jmx import backends
-from jmx.ffi import blackwell_layouts as blackwell
-from jmx.ffi.blackwell_layouts import ARRANGEMENTS, CUTLASS, TRTLLM, TRTLLM_VLLM
+from jmx.numerics import blackwell_layouts as blackwell
 from jmx.numerics import formats
+from jmx.numerics.blackwell_layouts import ARRANGEMENTS, CUTLASS, TRTLLM, TRTLLM_VLLM
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.gate_up import GATE_UP_ORDERS
 from jmx.numerics.layouts import LAYOUTS, WeightSpec

@@ -120,7 +120,7 @@ def test_version_and_help(jmx):
         (["bench", "--seed", "99999999999999999999"], ["`seed` (=99999999999999999999) must be in 0..4294967295"]),
         (["bench", "--png", "/nowhere/at/all.png"], ["/nowhere/at/all.png cannot be written"]),
         (["bench", "--from", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
-        (["tune", "--backend", "xla"], ["`backend` (='xla') has nothing to tune; what has: mosaic"]),
+        (["tune", "--backend", "xla"], ["`backend` (='xla') has nothing to tune; these have: mosaic"]),
         (["tune", "--backend", "xlaa"], ["`--backend` (='xlaa')", "did you mean 'xla'?"]),
         (["tune", "--shape", "gpt-oss-12b"], ["`--shape` (='gpt-oss-12b')", "did you mean 'gpt-oss-120b'?"]),
         (["tune", "--shape", "8,2,64"], ["`--shape` (='8,2,64') must be a name, or four whole numbers E,k,H,I"]),

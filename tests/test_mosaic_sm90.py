@@ -91,7 +91,7 @@ def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores, ro
     h = product(np.asarray(x, np.float32), gate_up, blocks, blocks.x_rows, config.block_n, num_rows, 1)
     (h,) = h.astype(gate_up.dtype)
     if rounding is not None:
-        width = rounding.shapes(num_rows)[0].shape[1]
+        width = rounding.columns + -rounding.columns % 64
         h, scales = rounded_rows(
             jnp.asarray(h), rounding.format, rounding.static_scale, columns=rounding.columns, width=width
         )

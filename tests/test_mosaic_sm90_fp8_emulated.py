@@ -63,7 +63,7 @@ def products(given: Sequence[Product], blocks: Blocks, *, config: Any, num_rows:
         rows = rows if rows.quantized else quantized(rows)
         out = np.full((product.split_k * num_rows, product.rows.num_outputs), UNDEFINED, np.float32)
         role = "down" if product.rows.gate_up_order is None else "gate_up"
-        columns = max(rows.columns, rows.at_least)
+        columns = max(rows.columns, rows.weight_columns)
         spec = WeightSpec(role, (product.rows.num_rows, columns), product.rows.gate_up_order, product.format)
         weight = np.asarray(dequantize(formats.pack(LAYOUT.inverse(product.weight, spec)), jnp.float32, product.format))
         starts = blocks.out_rows if product.inputs_are_results else blocks.x_rows

@@ -1,5 +1,7 @@
 """Rounded inputs as bfloat16: exact for every code of elements and scales, and the bits of `input_formats`."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -184,6 +186,7 @@ def test_what_a_launch_writes_of_rounded_rows_and_which_scales_are_known_before(
     assert (known is not None) == (name == "nvfp4")
     if known is not None:
         np.testing.assert_array_equal(known, np.full(5, SCALE))
+    assert dataclasses.replace(rounding, by_tile=True).shapes(5) == []  # the epilogue rounds h where it is
 
 
 @pytest.mark.parametrize("name", INPUTS)

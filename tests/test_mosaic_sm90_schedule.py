@@ -100,7 +100,7 @@ def test_an_item_waits_for_all_the_columns_it_reads_and_for_no_more_than_there_a
         at = second.work_item(np.int32(item), num_blocks)
         counter, value = (int(number) for number in first.needed(at, num_blocks))
         assert value == counted[counter]
-        tiles = int(second.first_tile(at.part, 0)), int(second.first_tile(at.part, second.k_steps))
+        tiles = int(second.first_tile(at.part, 0)), int(second.first_tile(at.part, second.item_stages))
         for column in range(tiles[0] * TILE, min(tiles[1], intermediate) * TILE, 32):
             assert writers[int(at.block), column] == counter
 

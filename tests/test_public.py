@@ -169,6 +169,7 @@ SHORT = {
     "_version": "the build reads it",
     "cli.__main__": "`python -m jmx.cli`",
     "cli.chat": "each command has a file, which imports what it runs when it runs",
+    "models.families.grouped_experts": "two families import it",
     "models.families.mixtral": "each family has a file",
     "models.families.olmoe": "each family has a file",
     "models.families.qwen3_moe": "each family has a file",

@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import math
 import pathlib
 import re
 import shlex
@@ -200,6 +201,25 @@ def test_the_readmes_speedup_is_that_of_the_saved_results():
     report = Report.load(str(ROOT / "benchmarks" / "results" / "h200-gpt-oss-120b.json"))
     ratios = picture.speedups(report)
     assert f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast**" in PAGES["README.md"].read_text()
+
+
+def test_the_table_of_backends_is_that_of_the_saved_results():
+    """Microseconds with three digits, or whole ones."""
+    rows = Report.load(str(ROOT / "benchmarks" / "results" / "h200-gpt-oss-120b.json")).rows
+    by_tokens = {row.tokens: {} for row in rows}
+    for row in rows:
+        by_tokens[row.tokens][row.system] = row
+    text = PAGES["backends.md"].read_text().partition("## Speed")[2]
+    table = [[*map(str.strip, line.split("|")[1:-1])] for line in re.findall(r"^\| \d.*$", text, re.MULTILINE)]
+    assert [int(tokens) for tokens, *_ in table] == sorted(by_tokens)
+    for tokens, floor, *ours, fastest in table:
+        systems = by_tokens[int(tokens)]
+        expected = [systems["mosaic"].floor_us, *(systems[name].us for name in ("mosaic", "cutlass", "triton", "xla"))]
+        fast = min(("triton_kernels", "marlin", "humming"), key=lambda name: systems[name].us)
+        name, us = fastest.split()
+        assert name.lower() == fast
+        for shown, measured in zip([floor, *ours, us], [*expected, systems[fast].us], strict=True):
+            assert shown == f"{measured:.{0 if measured >= 999.5 else 2 - int(math.log10(measured))}f}"
 
 
 def test_the_readmes_picture_can_be_drawn_again(tmp_path):

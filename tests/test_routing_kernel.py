@@ -41,7 +41,7 @@ from jmx.engines.routed import GroupedRouting
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.pallas.routing import call as routing_kernel
 from jmx.pallas.routing import sizes
-from jmx.pallas.routing.call import Call, applies, definition, route_and_group
+from jmx.pallas.routing.call import Call, Given, applies, definition, route_and_group
 from jmx.perf.shapes import MODELS
 from jmx.routing import ROUTING_METHODS
 from jmx.selection.registry import Registry
@@ -109,8 +109,8 @@ def assert_computes_its_definition(rng, method, biased, num_tokens, num_experts,
     if tiling is not None and tiling.few_tokens == 0:
         problem = dataclasses.replace(problem, weights_on="input")
     call = Call(method, problem, tiling, num_tokens, biased, interpret=True)
-    kernel = jax.jit(lambda values, mask, bias: routing_kernel.routed(values, mask, bias, first, call))
-    defined = jax.jit(lambda values, mask, bias: definition(values, mask, bias, first, call))
+    kernel = jax.jit(lambda values, mask, bias: routing_kernel.routed(Given(values, mask, bias, first), call))
+    defined = jax.jit(lambda values, mask, bias: definition(Given(values, mask, bias, first), call))
     for kind in KINDS:
         values = draw_logits(rng, kind, num_tokens, num_experts)
         mask = rng.random(num_tokens) < 0.7 if masked else None
@@ -498,7 +498,7 @@ def test_quotients_and_exponentials_are_those_of_xla(tmp_path):
     call = Call(TopKSoftmax(4), problem, Tiling(8, 8, 8), 4)
 
     def calls(*values):
-        return [routing_kernel.routed(its, None, None, None, call) for its in values]
+        return [routing_kernel.routed(Given(its), call) for its in values]
 
     values = [jax.ShapeDtypeStruct((4, 128), jnp.float32)] * 6  # XLA reports launches only if it makes a graph of them
     _, kernels = aot.triton_kernels("h200", tmp_path, "jmx_route", calls, *values)

@@ -336,7 +336,7 @@ def test_a_device_that_died_ends_the_run_and_keeps_what_was_found(registered, tm
     monkeypatch.setitem(globals(), "_fail", die)
     monkeypatch.setattr(jax, "block_until_ready", answer)
     engine = registered(Deadly())
-    with pytest.raises(RuntimeError, match=r"the device answers no more since Config\(.*run.*ILLEGAL_ADDRESS"):
+    with pytest.raises(RuntimeError, match=r"the device no longer responds since Config\(.*run.*ILLEGAL_ADDRESS"):
         run(engine, file, tokens=[2, 3, 4])
     kept = tuning.load(file, engine, jax.devices()[0].device_kind)
     assert kept.keys() == {Key(NAME, 2)}
@@ -366,7 +366,7 @@ def test_the_engine_is_the_first_that_can_be_tuned_and_runs(registered):
     assert registered(Fake(), second) == tuner.choose_engine(None, SHAPE, 1, here)
     assert tuner.choose_engine(None, SHAPE, 1, here).name == "fake"
     assert tuner.choose_engine("second", SHAPE, 1, here) == second
-    with pytest.raises(ValueError, match=r"`backend` \(='xla'\) has nothing to tune; what has: fake, second"):
+    with pytest.raises(ValueError, match=r"`backend` \(='xla'\) has nothing to tune; these have: fake, second"):
         tuner.choose_engine("xla", SHAPE, 1, here)
     with pytest.raises(bench.NoBackendError, match=r"no backend can be tuned on .*: 'fake' does not run: shape: 13 "):
         tuner.choose_engine(None, SHAPE, 13, here)

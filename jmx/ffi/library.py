@@ -61,6 +61,13 @@ def load_fault(path: pathlib.Path | str, error: Exception) -> str:
     return f"{path} does not load: {' '.join(str(error).split())}"
 
 
+def warned_fault(backend: str, path: pathlib.Path, error: Exception) -> str:
+    """Why a library that pip builds does not load; also a warning. Callers do so once a process."""
+    fault = load_fault(path.name, error)
+    warn_of_fault(backend, fault, REINSTALL)
+    return fault
+
+
 def warn_of_fault(backend: str, fault: str, remedy: str) -> None:
     """Warns that a library is present and cannot be used, so that other backends run. Callers do so once a process."""
     message = f"the backend {backend!r} cannot run, and others run instead: {fault}; remedy: {remedy}"

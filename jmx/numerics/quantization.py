@@ -365,7 +365,7 @@ def _spread(by_block: Float32[Array, "*rows b"], shape: tuple[int, ...], format:
 def random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], format: Format = MXFP4) -> BlockScaled:
     """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
 
-    Codes are uniform over all element codes that are numbers. Scales are two neighbouring powers of two such that the
+    Codes are uniform over all element codes that are numbers. Scales are two neighboring powers of two such that the
     standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. FP8_BLOCK has one
     scale for each 128 rows. Zero points are -1, 0 or 1; orders are random permutations. Floats are normal.
     """

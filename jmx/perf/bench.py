@@ -125,16 +125,16 @@ def _running_here(
     """Those of `names` that run here at one or more of the token counts. `progress` gets a line for each other."""
     here = []
     for name in names:
-        refusals = []
+        rejections = []
         for count in tokens:
             try:
                 System.of(name, shape, count, environment)
             except NoBackendError as e:
-                refusals.append(dict(e.trail)[name])
-        if len(refusals) < len(tokens):
+                rejections.append(dict(e.trail)[name])
+        if len(rejections) < len(tokens):
             here.append(name)
         else:
-            progress(f"{name} does not run here: {refusals[0]}")
+            progress(f"{name} does not run here: {rejections[0]}")
     return here
 
 
@@ -229,14 +229,14 @@ def usable_layout(problem: Problem, environment: Environment, backend: str) -> s
     Raises:
         NoBackendError: there is none; the text is that for the problem's own layout.
     """
-    refusals, engines = [], registered_backends()
+    rejections, engines = [], registered_backends()
     for layout in dict.fromkeys((problem.layout, *layouts.LAYOUTS)):
         try:
             select(dataclasses.replace(problem, layout=layout), environment, backend, engines)
             return layout
         except NoBackendError as e:
-            refusals.append(e)
-    raise refusals[0]
+            rejections.append(e)
+    raise rejections[0]
 
 
 def _jmx_layer(

@@ -11,7 +11,7 @@ from jmx.checkpoint.model_configs import deepseek_v3, gpt_oss, qwen3_moe
 from jmx.experts import Experts
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.routing import GroupedTopK, Method, TopKSoftmax
+from jmx.routing import Method, TopKSoftmax
 from jmx.selection.problem import Problem
 
 _STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and h is nearly
@@ -86,15 +86,7 @@ def _qwen3(config: qwen3_moe.Config) -> Shape:
 
 def _deepseek(config: deepseek_v3.Config) -> Shape:
     sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    method = GroupedTopK(
-        config.top_k,
-        num_groups=config.n_group,
-        topk_groups=config.topk_group,
-        scoring=config.scoring,
-        renormalize=config.norm_topk_prob,
-        routed_scaling_factor=config.routed_scaling_factor,
-    )
-    return Shape(*sizes, method, SiLUAndMul(), "concatenated", False)
+    return Shape(*sizes, config.routing, SiLUAndMul(), "concatenated", False)
 
 
 _GPT_OSS_20B = _gpt_oss(gpt_oss.PUBLISHED["gpt-oss-20b"])

@@ -86,8 +86,8 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
         return others[0]
     tunable = [backend.name for backend in registered_backends() if isinstance(backend, Tunable)]
     if name is not None:
-        raise ValueError(f"`backend` (={name!r}) has nothing to tune; what has: {', '.join(tunable)}")
-    reasons = "; ".join(f"{name!r} does not run: {no}" for name, no in trail)
+        raise ValueError(f"`backend` (={name!r}) has nothing to tune; these have: {', '.join(tunable)}")
+    reasons = "; ".join(f"{name!r} does not run: {rejection}" for name, rejection in trail)
     raise NoBackendError(f"no backend can be tuned on {environment.device_kind}: {reasons}", tuple(trail))
 
 
@@ -294,7 +294,7 @@ class _Rig:
         try:
             jax.block_until_ready(self._case.x + 1)
         except Exception as e:
-            raise RuntimeError(f"the device answers no more since {config!r}: {e}") from e
+            raise RuntimeError(f"the device no longer responds since {config!r}: {e}") from e
 
 
 def _rig_that_fits(rig: Callable[[Shaped[Array, " L"]], _Rig], layer_keys: Shaped[Array, " L"]) -> _Rig:

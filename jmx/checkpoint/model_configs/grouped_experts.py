@@ -6,6 +6,7 @@ from typing import Any
 from jmx.checkpoint.model_configs.decoder_config import DecoderConfig
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
 from jmx.checkpoint.shards import CheckpointError
+from jmx.routing import GroupedTopK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,18 @@ class GroupedExpertsConfig(DecoderConfig):
     correction_bias: bool
     routed_scaling_factor: float
     num_nextn_predict_layers: int = 0
+
+    @property
+    def routing(self) -> GroupedTopK:
+        """How experts are chosen, and weighted."""
+        return GroupedTopK(
+            self.top_k,
+            num_groups=self.n_group,
+            topk_groups=self.topk_group,
+            scoring=self.scoring,
+            renormalize=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
 
 
 def grouped_experts_fields(entries: DecoderEntries) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import functools
 import pathlib
 from typing import NamedTuple
 
-from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
+from jmx.ffi.library import NOT_BUILT, load, register, warned_fault
 
 # Names of the custom calls, as an exported program contains them.
 GROUPED_PRODUCT = "jmx_cpu_grouped_product"
@@ -38,7 +38,5 @@ def library() -> Library:
         names = loaded.jmx_cpu_kernels().decode().split()
         register(loaded, TARGETS, "cpu")
     except Exception as e:  # such as a library for another machine or a newer jax: other backends run
-        fault = load_fault(_PATH.name, e)
-        warn_of_fault("cpu", fault, REINSTALL)
-        return Library(fault=fault)
+        return Library(fault=warned_fault("cpu", _PATH, e))
     return Library(tuple(names))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jmx.ffi import nvrtc
-from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
+from jmx.ffi.library import NOT_BUILT, load, register, warned_fault
 
 TARGET = "jmx_one_token"  # name of the custom call
 TARGETS = (TARGET,)
@@ -44,7 +44,5 @@ def library() -> Library:
         loaded.jmx_one_token_set_image(ctypes.c_char_p(image), ctypes.c_size_t(len(image)))
         register(loaded, TARGETS, "gpu", initialized=True)
     except Exception as e:  # such as a library for a newer jax: other kernels run
-        fault = load_fault(_PATH.name, e)
-        warn_of_fault("one_token", fault, REINSTALL)
-        return Library(fault)
+        return Library(warned_fault("one_token", _PATH, e))
     return Library()

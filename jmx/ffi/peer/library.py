@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jmx.ffi import nvrtc
-from jmx.ffi.library import NOT_BUILT, REINSTALL, load, load_fault, register, warn_of_fault
+from jmx.ffi.library import NOT_BUILT, load, register, warned_fault
 
 # Names of the custom calls.
 GATHER = "jmx_peer_gather"
@@ -55,9 +55,7 @@ def library() -> Library:
         _compile("kernels.cu", loaded)
         register_handlers(loaded)
     except Exception as e:  # such as a library for a newer jax: another exchange runs
-        fault = load_fault(_PATH.name, e)
-        warn_of_fault("peer", fault, REINSTALL)
-        return Library(fault)
+        return Library(warned_fault("peer", _PATH, e))
     return Library(loaded=loaded)
 
 

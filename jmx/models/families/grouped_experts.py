@@ -23,15 +23,7 @@ class GroupedExpertsModel(Model):
 
     def moe_options(self) -> dict[str, Any]:
         config = self.config
-        routing = jmx.GroupedTopK(
-            config.top_k,
-            num_groups=config.n_group,
-            topk_groups=config.topk_group,
-            scoring=config.scoring,
-            renormalize=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
-        return {"activation": jmx.SwiGLU(), "routing": routing, "correction_bias": config.correction_bias}
+        return {"activation": jmx.SwiGLU(), "routing": config.routing, "correction_bias": config.correction_bias}
 
 
 def shapes(config: GroupedExpertsConfig) -> dict[str, Shape]:

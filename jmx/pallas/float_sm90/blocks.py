@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT
 from jmx.util.typing import Array, Int32
 
 FITTED = 16  # rows, of which blocks that are fitted to their group have a multiple
-ROW_ALIGNMENT = 8  # rows of a swizzled tile in shared memory
 
 
 class Groups(NamedTuple):

@@ -19,13 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import FITTED, ROW_ALIGNMENT, Groups, RowBlocks
+from jmx.pallas.float_sm90.blocks import FITTED, Groups, RowBlocks
 from jmx.pallas.float_sm90.config import BUFFERS, FittedConfig, Launch
 from jmx.pallas.float_sm90.rows_kernel import RowsKernel
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, transpose
 from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, aligned_row
 from jmx.util.typing import Array, Float, Int32
 
 Scalar = Int32[Array, ""]
@@ -135,7 +135,7 @@ class _Kernel(RowsKernel):
         """Sends a half tile, of which `count` rows are used, piece by piece."""
         (mine, width), height, columns = sums.shape, self.config.piece_rows, self.out.shape[1]
         buffers = self.shared.results.at[warpgroup]
-        aligned = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
+        aligned = aligned_row(first)
         exact = width - FITTED in self.config.widths  # then the last 15 rows at most are not used
         for nth, (right, down) in enumerate(itertools.product(range(0, mine, TILE), range(0, width, height))):
             size = min(height, width - down)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
+from jmx.pallas.float_sm90.blocks import Groups
 from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.rows_kernel import multiply_stages
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, buffers, keep_rows, send, store
@@ -27,7 +27,7 @@ from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, special
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
 from jmx.pallas.sm90.scheduler import Share
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import TILE, aligned_row
 from jmx.util.typing import Array, Float, Int32
 
 Scalar = Int32[Array, ""]
@@ -127,7 +127,7 @@ class _Kernel:
                 slot, nth = state
                 self.pipeline.acquire(slot, nth)
                 first = aligned + step * TILE
-                seen = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
+                seen = aligned_row(first)
                 for_width(_WIDTHS, end - first, lambda width: copy(seen, width, m, n, slot))
                 return self.pipeline.next_slot(slot), nth + 1
 

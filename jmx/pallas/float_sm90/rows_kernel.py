@@ -14,13 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, RowBlocks, Schedule
+from jmx.pallas.float_sm90.blocks import RowBlocks, Schedule
 from jmx.pallas.float_sm90.config import Launch
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
 from jmx.pallas.sm90.scheduler import Share
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import TILE, aligned_row
 from jmx.util.typing import Array, Float, Int32
 
 Scalar = Int32[Array, ""]
@@ -103,7 +103,7 @@ class RowsKernel:
         def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
             del column
             first, end = blocks.rows.aligned[block], blocks.rows.ends[block]
-            aligned = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
+            aligned = aligned_row(first)
 
             def fill(step: Scalar, slot: Scalar) -> None:
                 def copy(width: int) -> None:

@@ -18,7 +18,7 @@ from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.layout import Tile, is_shifted
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.tiles import TILE, alike
+from jmx.pallas.sm90.tiles import TILE, weights_alike
 from jmx.util.typing import Array, Float32, Int32
 
 
@@ -27,8 +27,7 @@ def product_alone(role: str, experts: Experts, dtype: Any, row_scales: Float32[A
 
     `row_scales`: as in `Product`.
     """
-    every = experts.merged()
-    gate_up, down = alike(every.gate_up, every.down, experts.format)
+    gate_up, down = weights_alike(experts.merged())
     if role == "down":
         weight, rows = down, experts.hidden_size
     elif experts.gate_up_order is None:
@@ -44,7 +43,7 @@ def activated(
 ) -> Product:
     """The first product with its bias, `added` and the activation, of bfloat16. `row_scales`: as in `Product`."""
     every = experts.merged()
-    weight, _ = alike(every.gate_up, every.down, experts.format)
+    weight, _ = weights_alike(every)
     rows = Rows(experts.spec("gate_up").shape[0], experts.gate_up_order)
     return Product(
         weight,
@@ -63,8 +62,7 @@ def transposed(role: str, experts: Experts, users: Int32[Array, " B"]) -> Produc
 
     `users`: the expert of each block of rows, of those of all layers.
     """
-    every = experts.merged()
-    gate_up, down = alike(every.gate_up, every.down, experts.format)
+    gate_up, down = weights_alike(experts.merged())
     weight, shifts = gate_up if role == "gate_up" else down, None
     if is_shifted(experts.format):
         shifts = weight.scales.at[users, :, -1, 0].get(mode="promise_in_bounds")

@@ -29,9 +29,9 @@ from jmx.pallas.activation.functions import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic, with_whole_stages
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
-from jmx.pallas.mosaic_sm90.rows import ALIGNMENT, ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
+from jmx.pallas.mosaic_sm90.rows import gate_and_up, padded, rounded, sorted_rows
 from jmx.pallas.sm90.config import FEW_TOKENS, SHARED_MEMORY
-from jmx.pallas.sm90.tiles import TILE, alike
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, VECTOR, weights_alike
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import ExpertProduct, Reason, Rejection
@@ -134,7 +134,7 @@ class MosaicSm90(LimitedBackend):
 
         config = tuning.config(self, problem, environment).config
         every = experts.merged()
-        gate_up, down = alike(every.gate_up, every.down, experts.format)
+        gate_up, down = weights_alike(every)
         order = every.gate_up.order
 
         def rows_and_blocks(work: Work) -> tuple[RoundedRows, Blocks]:
@@ -297,7 +297,7 @@ def _rounded_products(
     first, second = products
     config, num_rows, columns = launched["config"], launched["num_rows"], experts.spec("down").shape[1]
     few = fused_rounding.pays(num_rows, config.num_warpgroups, launched["num_cores"])
-    if few and num_rows and columns % ALIGNMENT == 0:
+    if few and num_rows and columns % VECTOR == 0:
         assert problem.input_format is not None
         format, maxima = INPUT_FORMATS[problem.input_format], 4 * rounded_tiles.words(config.block_n)
         fits = config.shared_memory(_tile_bytes(problem)) + config.num_warpgroups * maxima <= SHARED_MEMORY

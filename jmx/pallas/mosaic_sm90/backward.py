@@ -38,7 +38,6 @@ from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
 from jmx.pallas.mosaic_sm90.rows import (
-    ROW_ALIGNMENT,
     expert_of_eight,
     gate_and_up,
     padded,
@@ -47,12 +46,12 @@ from jmx.pallas.mosaic_sm90.rows import (
     tile_order,
 )
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.tiles import TILE, alike
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, weights_alike
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped
 
-# At bfloat16 some of h would be at a clamp, where it is not, and its derivative another one.
+# In bfloat16 some of h would round to a limit at which the activation clamps, and have another derivative.
 H_DTYPE = jnp.float32
 
 
@@ -173,8 +172,7 @@ class _Pass:
         return kernel.one_product(rows, product, blocks, split_k=1, **launched)
 
     def _weight(self, role: str) -> BlockScaled:
-        every = self.experts.merged()
-        gate_up, down = alike(every.gate_up, every.down, self.experts.format)
+        gate_up, down = weights_alike(self.experts.merged())
         return gate_up if role == "gate_up" else down
 
     def _row_scales(self, role: str) -> Float32[Array, "every N"] | None:

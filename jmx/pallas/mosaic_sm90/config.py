@@ -13,6 +13,8 @@ _LEAST_OF_FOUR = 40  # rows of a block, from which stages of four tiles were fas
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
 _OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator
+# Assignments up to which tiles are so few that warpgroups share each one's columns; and that `down` is split, too.
+_MOST_SHARED, _MOST_SPLIT = 24, 8
 _MOST_OF_FIVE = 80  # rows of a block beside which five warpgroups have registers to dequantize every format
 
 
@@ -91,12 +93,11 @@ def deepest(
 
 def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:
     """A configuration for shapes without a tuned one, from the average number of rows of an expert."""
-    k_tiles = 1 if tile_bytes > _LARGE_TILE else 2
-    assignments = num_tokens * top_k
-    if assignments <= 8:  # so few tiles that warpgroups share them
-        return deepest(tile_bytes, 8, 1, 3, 5 if k_tiles > 1 else 3, split_k=3)
-    if assignments <= 24:
-        return deepest(tile_bytes, 8, 1, 5, 3 if k_tiles > 1 else 2)
+    large, assignments = tile_bytes > _LARGE_TILE, num_tokens * top_k
+    if assignments <= _MOST_SPLIT:
+        return deepest(tile_bytes, 8, 1, 3, 3 if large else 5, split_k=3)
+    if assignments <= _MOST_SHARED:
+        return deepest(tile_bytes, 8, 1, 5, 2 if large else 3)
     return backward_config(tile_bytes, assignments, num_experts)
 
 
@@ -112,12 +113,13 @@ def backward_config(tile_bytes: int, assignments: int, num_experts: int) -> Conf
 
 
 def with_whole_stages(config: Config, tile_bytes: int, tiles: tuple[int, int]) -> Config:
-    """`config` with four tiles a stage instead of three if four divide the rows of both products, and three neither.
+    """`config` with four tiles a stage instead of three, if rows of both products are whole stages of four but neither
+    product's are of three.
 
     Args:
         tiles: of a row of `gate_up` and of `down`.
     """
-    thirds, fourths = (any(n % 3 == 0 for n in tiles), all(n % 4 == 0 for n in tiles))
+    thirds, fourths = any(n % 3 == 0 for n in tiles), all(n % 4 == 0 for n in tiles)
     if config.stage_tiles != 3 or config.block_n < _LEAST_OF_FOUR or thirds or not fourths:
         return config
     return deepest(tile_bytes, config.block_n, config.warpgroups_m, 1, 4)
@@ -127,7 +129,7 @@ def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -
     """Configurations to tune over, the heuristic's first: few, since compiling each takes seconds."""
     first = heuristic(tile_bytes, num_tokens, top_k, num_experts)
     n = first.block_n
-    if num_tokens * top_k <= 24:
+    if num_tokens * top_k <= _MOST_SHARED:
         shapes = [(n, m, k, t, split) for m, k, t in [(1, 3, 5), (1, 3, 3), (1, 5, 3), (5, 1, 3)] for split in (1, 3)]
     elif n <= 96:
         shapes = [(n, m, 1, t) for m, t in [(5, 3), (5, 2), (5, 5), (4, 3), (3, 5)]]

@@ -188,10 +188,10 @@ class Consumer:
             outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
         first = item.part * gemm.num_rows + loaded.first_row
         outs = [out.astype(product.dtype) for out in outs]
-        if gemm.tiles is not None:
-            outs = gemm.tiles.round(outs)
+        if gemm.tile_rounder is not None:
+            outs = gemm.tile_rounder.round(outs)
         epilogue.store(gemm.out, outs, product.stored, item.tile, first, loaded.num_rows)
-        if gemm.is_read and gemm.rounded is None:
+        if gemm.is_read and gemm.row_rounder is None:
             counters.signal(gemm.written, gemm.schedule.counter(item))
 
 
@@ -200,9 +200,9 @@ def consume(gemm: Gemm) -> None:
     warpgroup, warpgroups_m = gemm.warpgroup, gemm.config.warpgroups_m
     consumer = Consumer(gemm, lax.rem(warpgroup, warpgroups_m), lax.div(warpgroup, warpgroups_m))
     first = consumer.prologue(jnp.int32(0))
-    if gemm.rounded is not None and not gemm.is_read:
+    if gemm.row_rounder is not None and not gemm.is_read:
         maxima = gemm.shared.warp_maxima.at[warpgroup]
-        gemm.rounded.round_share(warpgroup, gemm.config.num_warpgroups, gemm.share.num_ctas, maxima)
+        gemm.row_rounder.round_share(warpgroup, gemm.config.num_warpgroups, gemm.share.num_ctas, maxima)
     lax.fori_loop(0, gemm.share.num_items, consumer.compute, first)
-    if gemm.rounded is not None and gemm.is_read:
-        gemm.rounded.signal_written()
+    if gemm.row_rounder is not None and gemm.is_read:
+        gemm.row_rounder.signal_written()

@@ -6,6 +6,7 @@ Weights of the second GEMM fill the pipeline's stages meanwhile. For many rows, 
 leave registers for: then it is a kernel of its own (`round_rows`) between two launches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jmx.numerics.input_formats import InputFormat
+from jmx.pallas.mosaic_sm90 import rounded_tiles
 from jmx.pallas.mosaic_sm90.round_rows import round_row
-from jmx.pallas.sm90 import counters
+from jmx.pallas.sm90 import counters, row
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Int32
@@ -48,8 +50,15 @@ class Rounding:
     columns: int
     by_tile: bool
 
+    def words(self, block_n: int) -> int:
+        """Words of shared memory that a warpgroup needs for the largest magnitudes."""
+        return rounded_tiles.words(block_n) if self.by_tile else row.WORDS
+
     def shapes(self, num_rows: int) -> list[jax.ShapeDtypeStruct]:
-        """Of the rounded rows, with zeros up to whole tiles, and of their scales, if each row has one."""
+        """Of the rounded rows, with zeros up to whole tiles, and of their scales, if each row has one; none if the
+        epilogue rounds h where it is."""
+        if self.by_tile:
+            return []
         values = jax.ShapeDtypeStruct((num_rows, -(-self.columns // TILE) * TILE), jnp.bfloat16)
         if isinstance(self.format.block_size, int):
             return [values]
@@ -57,17 +66,17 @@ class Rounding:
 
     def given_scales(self, num_rows: int) -> Float32[Array, " R"] | None:
         """Scales of rows that are known before; None if each row has its own, or none."""
-        if self.static_scale is None or len(self.shapes(num_rows)) > 1:
+        if self.static_scale is None or not isinstance(self.format.block_size, int):
             return None
         return jnp.broadcast_to(self.static_scale, (num_rows,))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundedRows:
-    """Rows of h, as a thread of the kernel knows them: references to global memory.
+class RowRounder:
+    """How a thread of the kernel rounds rows of h, once all of them are written: with references to global memory.
 
     Args:
-        rounding: how they are rounded.
+        rounding: to what.
         h: what is rounded.
         values, scales: what it becomes; see `Rounding.shapes`.
         static: the static scale (1,), or None.
@@ -80,6 +89,13 @@ class RoundedRows:
     scales: Ref
     static: Ref
     counted: Ref
+
+    @classmethod
+    def of(cls, rounding: Rounding, h: Ref, rounded: Sequence[Ref], *, static: Ref, counted: Ref) -> "RowRounder":
+        """`rounded`: references of the shapes `rounding.shapes`."""
+        values, *scales = rounded
+        scales = scales[0] if scales else None
+        return cls(rounding=rounding, h=h, values=values, scales=scales, static=static, counted=counted)
 
     def signal_written(self) -> None:
         """Signals that this warpgroup has written all of its results of the first GEMM."""

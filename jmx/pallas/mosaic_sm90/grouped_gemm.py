@@ -10,8 +10,9 @@ from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.added import Added
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
-from jmx.pallas.mosaic_sm90.fused_rounding import RoundedRows
-from jmx.pallas.mosaic_sm90.rounded_tiles import RoundedTiles
+from jmx.pallas.mosaic_sm90.fused_rounding import RowRounder
+from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.mosaic_sm90.rounded_tiles import TileRounder
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
 from jmx.pallas.sm90.gemm import BaseProduct, Operands, Rows
@@ -81,13 +82,13 @@ class SharedMemory(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any, *, transposed: bool, words: int
+        cls, config: Config, operands: Operands, tile: Tile, x_dtype: Any, *, transposed: bool, words: int
     ) -> "SharedMemory":
-        """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`. `words`: of `warp_maxima`,
-        for each warpgroup; 0 if no rows are rounded in the launch."""
+        """`operands`: of either product. `words`: of `warp_maxima`, for each warpgroup; 0 if no rows are rounded in the
+        launch."""
         num_stages, stage_tiles = config.num_stages, config.stage_tiles
 
-        def tiles(array: Any, rows: int = 1) -> Any:
+        def tiles(array: Any, rows: int = 1) -> Any:  # `rows`: of a tile in the array
             if array is None:
                 return None
             if transposed:  # tiles of one row of the weight's tiles are next to each other, as in memory
@@ -96,7 +97,7 @@ class SharedMemory(NamedTuple):
 
         stages = Stage(
             x=plgpu.SMEM((num_stages, config.block_n, stage_tiles * TILE), x_dtype, transforms=SWIZZLED),
-            values=tiles(operands.values, value_rows),
+            values=tiles(operands.values, tile.value_rows),
             scales=tiles(operands.scales),
             zero_points=tiles(operands.zero_points),
         )
@@ -130,8 +131,8 @@ class Gemm:
         x_rows: each block's first row in `x`.
         before: the schedule of the GEMM of this kernel that computes `x`; None for the first GEMM.
         is_read: whether another GEMM of this kernel reads the result.
-        rounded: that result, if it is rounded before the other GEMM reads it, when all of it is written; else None.
-        tiles: how the epilogue rounds that result, if it does; else None.
+        row_rounder: rounds that result for the other GEMM, when all of it is written; of both GEMMs, else None.
+        tile_rounder: rounds it in the epilogue instead; of the first GEMM, else None.
         config, decoder: the kernel's.
         blocks, num_blocks: blocks of rows, with references, and the number of those in use.
         num_rows: of the result.
@@ -149,8 +150,8 @@ class Gemm:
     x_rows: Ref | int
     before: Schedule | None
     is_read: bool
-    rounded: RoundedRows | None
-    tiles: RoundedTiles | None
+    row_rounder: RowRounder | None
+    tile_rounder: TileRounder | None
     config: Config
     decoder: Decoder
     blocks: Blocks

@@ -22,27 +22,26 @@ between.
 docs/internals/mosaic_sm90.md has a drawing, and what bounds the kernel.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90 import rounded_tiles
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.consumer import consume
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
-from jmx.pallas.mosaic_sm90.fused_rounding import COUNTERS, RoundedRows, Rounding
+from jmx.pallas.mosaic_sm90.fused_rounding import COUNTERS, Rounding, RowRounder
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Product, SharedMemory, operands_of
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
+from jmx.pallas.mosaic_sm90.rounded_tiles import TileRounder
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, schedules
 from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
-from jmx.pallas.sm90.row import WORDS
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 from jmx.util.typing import Array, Float
@@ -113,19 +112,7 @@ def _products(
 ) -> Float[Array, "parts_rows N"]:
     """The last of one or two products, of which the second one reads the result of the first."""
     first = products[0]
-    tile, decoder = Tile.of(first.format), decoder_of(first.format, first.weight.scales.dtype)
-    outputs = [
-        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.stored.num_outputs), product.dtype)
-        for product, schedule in zip(products, all_schedules, strict=True)
-    ]
-
-    by_tile, words = rounding is not None and rounding.by_tile, 0
-    if rounding is not None:
-        words = rounded_tiles.words(config.block_n) if by_tile else WORDS
-    if by_tile:
-        outputs[0] = jax.ShapeDtypeStruct(outputs[0].shape, jnp.bfloat16)
-    elif rounding is not None:
-        outputs += rounding.shapes(num_rows)
+    decoder = decoder_of(first.format, first.weight.scales.dtype)
 
     def body(
         x: Ref,
@@ -133,46 +120,53 @@ def _products(
         block_refs: Blocks,
         written: Ref,
         static: Ref,
-        *outs: Ref,
+        outs: Sequence[Ref],
+        rounded: Sequence[Ref],
+        *,
         shared: SharedMemory,
     ) -> None:
         work = blocks.with_refs(block_refs)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_blocks = work.number
-        rounded = tiles = None
-        if rounding is not None and by_tile:
+        row_rounder = tile_rounder = None
+        if rounding is not None and rounding.by_tile:
             maxima = shared.warp_maxima.at[warpgroup]
-            tiles = rounded_tiles.RoundedTiles(format=rounding.format, static=static, maxima=maxima)
+            tile_rounder = TileRounder(format=rounding.format, static=static, maxima=maxima)
         elif rounding is not None:
-            values, *scales = outs[len(products) :]
-            of_rows = {"values": values, "scales": scales[0] if scales else None, "static": static, "counted": written}
-            rounded = RoundedRows(rounding=rounding, h=outs[0], **of_rows)
-            if scales:
-                operands = operands[0], operands[1]._replace(row_scales=scales[0])
-        gemm = partial(
-            Gemm,
-            config=config,
-            decoder=decoder,
-            blocks=work,
-            num_blocks=num_blocks,
-            num_rows=num_rows,
-            written=written,
-            rounded=rounded,
-            shared=shared,
-            warpgroup=warpgroup,
-        )
+            row_rounder = RowRounder.of(rounding, outs[0], rounded, static=static, counted=written)
+            if row_rounder.scales is not None:
+                operands = operands[0], operands[1]._replace(row_scales=row_rounder.scales)
 
         def gemms() -> Iterator[Gemm]:
+            """Each role of a warp computes the scalars of its GEMMs itself, in its own branch."""
             start, before, rows, x_rows = Share.begin(cta), None, x, work.x_rows
             for nth, (product, schedule) in enumerate(zip(products, all_schedules, strict=True)):
-                share = Share.of(start, schedule.num_items(num_blocks), schedule.k_steps, num_cores)
-                refs = {"operands": operands[nth], "x": rows, "out": outs[nth], "x_rows": x_rows}
-                followed = nth + 1 < len(products)
-                refs["tiles"] = tiles if followed else None
-                yield gemm(product=product, schedule=schedule, share=share, before=before, is_read=followed, **refs)
-                if followed:
-                    start, before, rows, x_rows = share.end(overrun_first=True), schedule, outs[nth], work.out_rows
-                    rows = rows if rounded is None else rounded.values
+                share = Share.of(start, schedule.num_items(num_blocks), schedule.item_stages, num_cores)
+                is_read = nth + 1 < len(products)
+                yield Gemm(
+                    product=product,
+                    schedule=schedule,
+                    share=share,
+                    operands=operands[nth],
+                    x=rows,
+                    out=outs[nth],
+                    x_rows=x_rows,
+                    before=before,
+                    is_read=is_read,
+                    row_rounder=row_rounder,
+                    tile_rounder=tile_rounder if is_read else None,
+                    config=config,
+                    decoder=decoder,
+                    blocks=work,
+                    num_blocks=num_blocks,
+                    num_rows=num_rows,
+                    written=written,
+                    shared=shared,
+                    warpgroup=warpgroup,
+                )
+                if is_read:
+                    start, before, x_rows = share.end(overrun_first=True), schedule, work.out_rows
+                    rows = outs[nth] if row_rounder is None else row_rounder.values
 
         def each(function: Callable[[Gemm], None]) -> None:
             for gemm in gemms():
@@ -182,15 +176,30 @@ def _products(
         specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
 
     operands = tuple(map(operands_of, products))
-    shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed, words=words)
-    kernel = persistent_kernel(
-        body, "mosaic_transposed" if first.transposed else "mosaic", config, num_cores, outputs, shared
-    )
+    words = 0 if rounding is None else rounding.words(config.block_n)
+    shared = SharedMemory.of(config, operands[0], decoder.tile, x.dtype, transposed=first.transposed, words=words)
+    name = "mosaic_transposed" if first.transposed else "mosaic"
+    outputs = [
+        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.stored.num_outputs), product.dtype)
+        for product, schedule in zip(products, all_schedules, strict=True)
+    ]
+    kernel = persistent_kernel(body, name, config, num_cores, _with_rounded(outputs, rounding, num_rows), shared)
     zeros, static = blocks.zeros, None
     if rounding is not None:
         zeros = jnp.pad(zeros, (0, max(0, COUNTERS - zeros.size)))
         static = None if rounding.static_scale is None else rounding.static_scale.reshape(1)
-    return launch(kernel, x, operands, blocks.arrays, jax.new_ref(zeros), static)[len(products) - 1]
+    results, _ = launch(kernel, x, operands, blocks.arrays, jax.new_ref(zeros), static)
+    return results[-1]
+
+
+def _with_rounded(outputs: list[Any], rounding: Rounding | None, num_rows: int) -> list[list[Any]]:
+    """Shapes of the products' results, and of what h is rounded to where that is not h itself."""
+    if rounding is None:
+        return [outputs, []]
+    if rounding.by_tile:
+        h, *others = outputs
+        return [[jax.ShapeDtypeStruct(h.shape, jnp.bfloat16), *others], []]
+    return [outputs, rounding.shapes(num_rows)]
 
 
 def _scope(product: Product) -> str:

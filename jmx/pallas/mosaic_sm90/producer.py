@@ -6,13 +6,12 @@ Each `fill` acquires a stage, which waits until consumers have released it, and 
 from collections.abc import Callable
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
 
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm
 from jmx.pallas.sm90 import counters
 from jmx.pallas.sm90.launch import for_width
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import TILE, aligned_row
 from jmx.util.typing import Array, Int32
 
 Scalar = Int32[Array, ""]
@@ -56,14 +55,14 @@ def copy_rows(gemm: Gemm) -> None:
     before the first one until all of them are rounded."""
     pipeline, schedule, share, config = gemm.pipeline, gemm.schedule, gemm.share, gemm.config
     blocks, buffers = gemm.blocks, gemm.shared.stages.x
-    if gemm.before is not None and gemm.rounded is not None:
-        gemm.rounded.wait(config.num_warpgroups, share.num_ctas)
+    if gemm.before is not None and gemm.row_rounder is not None:
+        gemm.row_rounder.wait(config.num_warpgroups, share.num_ctas)
 
     @jax.named_scope("rows_prologue")
     def prologue(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
         item = gemm.work_item(turn)
         first, count = blocks.first_row(gemm.x_rows, item.block), blocks.count_of(item.block)
-        if gemm.before is not None and gemm.rounded is None:
+        if gemm.before is not None and gemm.row_rounder is None:
             counters.wait(gemm.written, *gemm.before.needed(item, gemm.num_blocks))
         before = share.stages_before + turn * share.item_stages
 
@@ -73,9 +72,7 @@ def copy_rows(gemm: Gemm) -> None:
             columns = pl.ds(schedule.first_tile(item.part, step) * TILE, config.stage_tiles * TILE)
 
             def copy(width: int) -> None:
-                rows = gemm.x.at[
-                    pl.ds(lax.div(first, 8) * 8, width), columns
-                ]  # TMA needs to see that it is a multiple of 8
+                rows = gemm.x.at[pl.ds(aligned_row(first), width), columns]
                 pipeline.copy(rows, buffers.at[slot, pl.ds(0, width)], slot)
 
             for_width(config.widths, count, copy)

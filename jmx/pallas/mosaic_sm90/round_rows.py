@@ -26,6 +26,7 @@ from jmx.pallas.sm90 import row
 from jmx.pallas.sm90.launch import launch
 from jmx.pallas.sm90.mlir import address_of, constant, i32, i64, less, run, thread_index, utils, wide
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional
+from jmx.pallas.sm90.tiles import VECTOR
 from jmx.util.typing import Array, Float, Float32, Int32
 
 _MIDDLE = 1.5 * 2.0**23
@@ -40,7 +41,7 @@ _PACK = (  # two numbers times a scale, in bfloat16
     "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; "
     "mul.rn.f32 a, a, c; mul.rn.f32 b, b, c; cvt.rn.bf16x2.f32 $0, b, a; }"
 )
-_ONE, _BEYOND = 0x3F800000, 0x44000000  # 512: as all that is more, it becomes the largest e4m3
+_ONE, _BEYOND = 0x3F800000, 0x44000000  # 1, and 512, which like all larger quotients becomes the largest e4m3
 _LEAST_POWER = 1 << 22  # 2^-127, a subnormal
 # Scales that are powers of two: what is added to the bits of the largest magnitude, and subtracted from its exponent.
 _POWERS = {"mxfp4": (1 << 21, 2)}
@@ -127,7 +128,7 @@ def round_row(
         (_, width), element = ir.MemRefType(values.type).shape, ir.MemRefType(values.type).element_type
         places = [nth] if row_of is None else row.places_of(row_of, nth)
         # `mov` hides the bound from LLVM, which would drop the branches of whole pieces.
-        first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(row.VECTOR)))
+        first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(VECTOR)))
         starts = [arith.addi(first, constant(piece)) for piece in range(0, width, row.PIECE)]
         line = arith.muli(wide(nth), constant(stride, i64()))
         given = None if static is None else row.in_range(static, format)
@@ -138,11 +139,11 @@ def round_row(
             scale = _of_row(loaded, format, given, warp_maxima, dtype)
             of_pieces = [(scale, constant(_ONE))] * len(loaded)
             with utils.when(less(thread_index(), constant(1))):
-                _each(places, lambda place: llvm.store(scale, address_of(scales, place, i32())))
+                row.each_place(places, lambda place: llvm.store(scale, address_of(scales, place, i32())))
         for start, words, (divisor, factor) in zip(starts, loaded, of_pieces, strict=True):
             with utils.when(less(start, constant(width))):  # else ptxas rounds all pieces at once
                 elements = elements_of_block(row.floats_of(words, dtype), divisor, format)
-                halves = [run(_PACK, *elements[i : i + 2], factor) for i in range(0, row.VECTOR, 2)]
+                halves = [run(_PACK, *elements[i : i + 2], factor) for i in range(0, VECTOR, 2)]
                 four = llvm.mlir_undef(ir.VectorType.get((4,), i32()))
                 for i, two in enumerate(halves):
                     four = llvm.insertelement(four, two, constant(i))
@@ -151,16 +152,9 @@ def round_row(
                     at = arith.addi(arith.muli(place, constant(width, i64())), wide(start))
                     llvm.store(four, address_of(values, at, element), alignment=16)
 
-                _each(places, store)
+                row.each_place(places, store)
 
     body(number, *refs)
-
-
-def _each(places: list[ir.Value], store: Any) -> None:
-    """Calls `store` with each place that is one."""
-    for place in places:
-        with utils.when(arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))):
-            store(wide(place))
 
 
 def _of_row(
@@ -183,7 +177,7 @@ def _of_block(
 ) -> tuple[ir.Value, ir.Value]:
     """`scale_of_block` of the block of this thread's elements."""
     assert isinstance(format.block_size, int)
-    largest = row.across_lanes(row.largest_of(words, dtype), format.block_size // row.VECTOR, dtype)
+    largest = row.across_lanes(row.largest_of(words, dtype), format.block_size // VECTOR, dtype)
     return scale_of_block(largest, format, static, dtype)
 
 

@@ -41,8 +41,8 @@ def words(block_n: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundedTiles:
-    """How a thread of the kernel rounds its outputs.
+class TileRounder:
+    """How a thread of the kernel rounds its outputs, before it stores them.
 
     Args:
         format: one with `has_blocks_of_tiles`.

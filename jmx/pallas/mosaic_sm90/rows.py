@@ -11,13 +11,10 @@ from jmx.pallas import own_rows, place_rows
 from jmx.pallas.activation.columns import EIGHTS, Order, split
 from jmx.pallas.mosaic_sm90 import rounded_inputs
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT, TILE, VECTOR
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32
-
-ALIGNMENT = 8  # columns of rows that the kernel which rounds them reads together
-ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 
 
 def rounded(
@@ -35,7 +32,7 @@ def rounded(
         assert work is None
         return RoundedRows(rows[:, :columns], None)
     format, scale = INPUT_FORMATS[problem.input_format], experts.input_scale(role)
-    if columns % ALIGNMENT == rows.shape[1] % ALIGNMENT == 0 and rows.size:
+    if columns % VECTOR == rows.shape[1] % VECTOR == 0 and rows.size:
         placed = {} if work is None else {"row_of": work.row_of, "num_rows": work.num_rows}
         width = -(-columns // TILE) * TILE
         return round_rows.round_rows(rows, format, scale, columns=columns, width=width, **placed)
@@ -49,7 +46,7 @@ def rounded(
 def gate_and_up(h: Float[Array, "*lead tile_rows"], experts: Experts | Problem) -> tuple[Float[Array, "*lead I"], ...]:
     """Gate and up of outputs of `gate_up` in the order of tiles, 8 gates and then their 8 ups; or all without a gate.
 
-    `experts`: or a problem, which say how many there are, and whether there is a gate.
+    `experts`: these or a problem give the number of outputs, and whether there is a gate.
     """
     return split(h, tile_order(experts), experts.intermediate_size)
 

@@ -1,10 +1,10 @@
 """The kernel's work items and their order. All of it is arithmetic on scalars, which any thread can do.
 
-A work *item* is a block of rows by `warpgroups_m` tiles along the weight's rows (a step) by a part of its columns. CTAs
-stride over the items. The order matters for the second GEMM, whose items need whole rows of h, or with split-K a part's
-columns of them. With split-K the first GEMM runs by *sections*: the rows of its weight that give one part's columns of
-h, for all blocks. The second GEMM runs by parts in the same order. So most of the second GEMM's inputs are complete
-while the last items of the first GEMM are still being computed.
+A work *item* is a block of rows by `warpgroups_m` tiles along the weight's rows (a *step*) by a part of its columns,
+which come in stages. CTAs stride over the items. The order matters for the second GEMM, whose items need whole rows of
+h, or with split-K a part's columns of them. With split-K the first GEMM runs by *sections*: the rows of its weight that
+give one part's columns of h, for all blocks. The second GEMM runs by parts in the same order. So most of the second
+GEMM's inputs are complete while the last items of the first GEMM are still being computed.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Schedule:
     num_ctas: int | None = None
 
     @property
-    def k_steps(self) -> int:
+    def item_stages(self) -> int:
         """Stages of an item."""
         return -(-self.k_tiles // (self.config.stage_tiles * self.num_parts))
 
@@ -100,25 +100,17 @@ class Schedule:
         first_block = num_blocks - blocks
         return Tail(first_block * self.m_steps, first_block, tiles, per_block)
 
-    def first_tile(self, part: Scalar, step: Scalar) -> Scalar:
-        """The first tile along the columns of a part's `step`th stage."""
-        return (part * self.k_steps + step) * self.config.stage_tiles
+    def first_tile(self, part: Scalar, stage: Scalar) -> Scalar:
+        """The first tile along the columns of a part's `stage`th stage."""
+        return (part * self.item_stages + stage) * self.config.stage_tiles
 
     def work_item(self, item: Scalar, num_blocks: Scalar) -> WorkItem:
         """The position of an item: sections vary slowest, then blocks, then steps. Past the end: that of some item."""
         num_blocks = jnp.maximum(num_blocks, 1)
         item = jnp.minimum(item, self.num_items(num_blocks) - 1)
-        section = jnp.int32(0)
-        tiles = jnp.int32(self.config.warpgroups_m)
         if self.num_ctas is not None:
-            tail = self.tail(num_blocks, self.num_ctas)
-            nth = item - tail.first
-            narrow = nth >= 0
-            per_block = jnp.where(narrow, tail.per_block, self.m_steps)
-            nth, before = jnp.where(narrow, nth, item), jnp.where(narrow, tail.first_block, 0)
-            tiles = jnp.where(narrow, tail.tiles, tiles)
-            block = lax.div(nth, per_block)
-            return WorkItem(before + block, (nth - block * per_block) * tiles, section, section, tiles)
+            return self._with_tail(item, self.tail(num_blocks, self.num_ctas))
+        section = jnp.int32(0)
         if self.num_sections > 1:
             section = lax.div(item, self.section_steps * num_blocks)
             item = item - section * (self.section_steps * num_blocks)
@@ -127,7 +119,18 @@ class Schedule:
         if self.num_parts == 1:
             step = step + section * self.section_steps
         part = section if self.num_parts > 1 else jnp.int32(0)
+        tiles = jnp.int32(self.config.warpgroups_m)
         return WorkItem(lax.div(item, steps), step * self.config.warpgroups_m, part, section, tiles)
+
+    def _with_tail(self, item: Scalar, tail: Tail) -> WorkItem:
+        """`work_item` of a GEMM whose last items are narrow, which has one part and one section."""
+        nth, only = item - tail.first, jnp.int32(0)
+        narrow = nth >= 0
+        per_block = jnp.where(narrow, tail.per_block, self.m_steps)
+        nth, before = jnp.where(narrow, nth, item), jnp.where(narrow, tail.first_block, 0)
+        tiles = jnp.where(narrow, tail.tiles, jnp.int32(self.config.warpgroups_m))
+        block = lax.div(nth, per_block)
+        return WorkItem(before + block, (nth - block * per_block) * tiles, only, only, tiles)
 
     def _steps(self, section: Scalar) -> Scalar:
         """Steps along the weight's rows in a section."""
@@ -165,6 +168,6 @@ def schedules(
     narrow = config.split_k == 1 and config.warpgroups_k == 1 and config.warpgroups_m > 1
     tail = (m_steps, num_ctas if narrow else None)
     second = Schedule(config, *down, config.split_k, -(-down[0] // config.warpgroups_m), *tail)
-    section_steps, rest = divmod(second.k_steps * config.stage_tiles * TILE, tile_columns * config.warpgroups_m)
+    section_steps, rest = divmod(second.item_stages * config.stage_tiles * TILE, tile_columns * config.warpgroups_m)
     exact = config.split_k > 1 and rest == 0 and -(-m_steps // max(1, section_steps)) <= max_blocks
     return Schedule(config, *gate_up, 1, section_steps if exact else m_steps), second

@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.elements import Elements
-from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
+from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of, wait_for_products
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i8, i32, i64, less, run, thread_index, utils, wide
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, fragment, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
@@ -54,7 +54,7 @@ def half_of_tile(pairs: Iterable[ir.Value]) -> Fragment:
     return fragment((utils.bitcast(pair, two) for pair in pairs), (TILE, TILE // 2), mgpu.WGMMA_LAYOUT)
 
 
-def _weight_types(stage: Stage) -> Stage:
+def weight_types(stage: Stage) -> Stage:
     """The types of a stage's weights as arguments of an operation."""
     types = (optional(ref, plgpu.RefType()) for ref in (stage.values, stage.scales, stage.zero_points))
     return Stage(None, *types)
@@ -71,7 +71,7 @@ def dequantize(
     """
     half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
 
-    @operation(arg_types=(_weight_types(stage), optional(exponent, SCALAR)), return_type=(half, half))
+    @operation(arg_types=(weight_types(stage), optional(exponent, SCALAR)), return_type=(half, half))
     def body(_: Any, stage: Stage, exponent: Fragment | None) -> tuple[Fragment, ...]:
         halves = np.split(_pairs_of_tile(decoder, stage, exponent, tile), 2)
         return tuple(half_of_tile(pairs.flat) for pairs in halves)
@@ -139,12 +139,7 @@ def wait_for_product(acc: Float32[Array, "64 n"]) -> Float32[Array, "64 n"]:
 
     @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=result(acc.shape, jnp.float32, plgpu.Layout.WGMMA))
     def body(_: Any, acc: Fragment) -> Fragment:
-        values = sums_of(acc)
-        tied = ",".join(["=f"] * len(values) + [str(i) for i in range(len(values))])
-        out = llvm.StructType.get_literal([f32()] * len(values))
-        text = "wgmma.wait_group.sync.aligned 0;"
-        made = llvm.inline_asm(out, values, text, tied, has_side_effects=True, asm_dialect=0)
-        return accumulator(acc, [llvm.extractvalue(f32(), made, [i]) for i in range(len(values))])
+        return accumulator(acc, wait_for_products(sums_of(acc), 0))
 
     return body(acc)
 
@@ -172,7 +167,7 @@ def multiply_few(
     @operation(
         arg_types=(
             plgpu.Layout.WGMMA,
-            _weight_types(stage)._replace(x=plgpu.RefType(SWIZZLED)),
+            weight_types(stage)._replace(x=plgpu.RefType(SWIZZLED)),
             optional(exponent, SCALAR),
         ),
         return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),

@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.elements import E2M1
-from jmx.pallas.mosaic_sm90.tile_mma import half_of_tile
+from jmx.pallas.mosaic_sm90.tile_mma import half_of_tile, weight_types
 from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import address_of, constant, i32, run, thread_index, utils
 from jmx.pallas.sm90.operation import SCALAR, Fragment, operation, optional, result
@@ -38,9 +38,8 @@ def dequantize(
         exponent: from `tile_mma.block_scalars`, of formats with a shift (see `layout`); else None.
     """
     half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
-    types = Stage(None, *(optional(ref, plgpu.RefType()) for ref in (tile.values, tile.scales, tile.zero_points)))
 
-    @operation(arg_types=(types, optional(exponent, SCALAR)), return_type=(half, half))
+    @operation(arg_types=(weight_types(tile), optional(exponent, SCALAR)), return_type=(half, half))
     def body(_: Any, tile: Stage, exponent: Fragment | None) -> tuple[Fragment, ...]:
         warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
         factor = None if exponent is None else exponent.registers.item()

@@ -12,7 +12,8 @@ from jmx.numerics.gate_up import join_gate_up
 from jmx.pallas.float_sm90.blocks import Groups
 from jmx.pallas.float_sm90.config import Launch
 from jmx.pallas.float_sm90.outer import outer
-from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, padded
+from jmx.pallas.mosaic_sm90.rows import padded
+from jmx.pallas.sm90.tiles import ROW_ALIGNMENT
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32

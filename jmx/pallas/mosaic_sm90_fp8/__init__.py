@@ -1,6 +1,7 @@
 """Backend `mosaic_fp8`: inputs of 8 bits on Hopper's 8-bit tensor cores, in Pallas Mosaic GPU.
 
-    backend         what it supports, and the layer around the launches
+    backend         what it supports
+    layer           the layer around the launches
     kernel          the persistent kernel: start here
     producer        producer warps: what is copied into a stage
     consumer        consumer warpgroups: waits for stages, their release, and the epilogue

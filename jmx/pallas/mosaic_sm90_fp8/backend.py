@@ -6,36 +6,28 @@ the kernel that multiplies (`fused_quantize`). The combine step sums each token'
 float32.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-
-import jax.numpy as jnp
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
-from jmx.experts import ROLES, Experts, padding
-from jmx.grouping import Work
+from jmx.experts import Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.numerics.tensor_scales import scale_of_rows
-from jmx.pallas.activation.functions import in_kernel
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.elements import elements_of
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.pallas.sm90.config import FEW_TOKENS
-from jmx.pallas.sm90.tiles import GATED_ROWS, TILE, alike
+from jmx.pallas.sm90.tiles import GATED_ROWS, ROW_ALIGNMENT, TILE, VECTOR
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import LimitedBackend, Limits, hidden_and_intermediate, indivisible
-from jmx.util.typing import Array, Bool, Float, Float32
+from jmx.util.typing import Array, Float
 
-COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
-ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 INPUTS = tuple(
     format.name
     for format in (
@@ -68,7 +60,7 @@ def _sizes(problem: Problem) -> Rejection | None:
     multiple, why = (
         (block, f"the columns of a scale of {problem.input_format} inputs")
         if isinstance(block, int)
-        else (COLUMN_ALIGNMENT, "columns that are read together")
+        else (VECTOR, "columns that are read together")
     )
     return indivisible(
         hidden_and_intermediate(problem), multiple, why, "use backend='xla', or leave inputs as they are"
@@ -105,90 +97,15 @@ class MosaicSm90Fp8(LimitedBackend):
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
-        # Importing these takes a second.
-        from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
-        from jmx.pallas.mosaic_sm90_fp8.kernel import grouped_products
-        from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
-        from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
-        from jmx.pallas.sm90.gemm import Rows
+        # Importing Pallas takes a second.
+        from jmx.pallas.mosaic_sm90_fp8.layer import Layer
 
-        assert problem.input_format is not None
-        wide = x.shape[-1]
-        if any(size % COLUMN_ALIGNMENT for size in (experts.hidden_size, experts.intermediate_size)):
+        width = x.shape[-1]
+        if any(size % VECTOR for size in (experts.hidden_size, experts.intermediate_size)):
             x, experts = padding.widened(x, experts), experts.as_padded()
-        skips = experts.padded_to is not None
-        columns, h_columns = (experts.spec(role).shape[1] for role in ROLES)
-        format, one_scale = INPUT_FORMATS[problem.input_format], not INPUT_FORMATS[problem.input_format].by_token
-        format = input_formats.FP8_STATIC if one_scale else format  # once the scale is known
         config = tuning.config(self, problem, environment).config
-        dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as in the reference
-
-        def scaled(rows: InputRows, valid: Callable[[], Bool[Array, " R"]]) -> InputRows:
-            """The rows with the one scale of those that are valid, if they share one."""
-            if not one_scale:
-                return rows
-            return replace(rows, static_scale=scale_of_rows(rows.values[:, : rows.columns], valid())[None])
-
-        def unquantized(work: Work) -> InputRows:
-            rows = InputRows(x, work.row_of, _scale(experts, "gate_up"), x.shape[-1], format, work.num_rows, columns)
-            rows = rows if problem.on_input else scaled(rows, lambda: (work.row_of >= 0).any(axis=1))
-            if work.token_of_row is None:  # few tokens, all of which every block reads
-                return replace(rows, row_of=None, num_rows=x.shape[0])
-            if problem.on_input:  # then inputs differ by expert
-                values = grouped.gather(problem, x, routing, work, lambda x, rows: x[rows])
-                return scaled(replace(rows, values=values, row_of=None), lambda: _used(work))
-            return rows
-
-        def both(work: Work) -> Float[Array, "P R H"]:
-            rows, num_rows = unquantized(work), work.num_rows
-            every = experts.merged()
-            weights = every.gate_up, every.down
-            if config.fuse_quantize:
-                weights = alike(*weights, experts.format)
-            products = partial(
-                grouped_products,
-                blocks=work.blocks.of_layer(experts.first_expert),
-                config=config,
-                num_rows=num_rows,
-                num_cores=environment.core_count or 1,
-            )
-            gate_up = Product(
-                weights[0],
-                experts.format,
-                every.gate_up_bias,
-                Rows(
-                    experts.spec("gate_up").shape[0],
-                    experts.gate_up_order,
-                    experts.intermediate_size if skips else None,
-                ),
-                dtype,
-                in_kernel(problem.activation),
-            )
-            summed = jnp.float32 if config.split_k > 1 else dtype
-            down = Product(
-                weights[1], experts.format, every.down_bias, Rows(columns, None, x.shape[-1] if skips else None), summed
-            )
-            scale = _scale(experts, "down")
-            h = InputRows(None, None, scale, experts.intermediate_size, format, num_rows, h_columns)
-            if config.fuse_quantize:
-                out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
-            else:
-                h = scaled(replace(h, values=products([gate_up.times(quantize(rows))])), lambda: _used(work))
-                out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
-            return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
-
-        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)[:, :wide]
-
-
-def _used(work: Work) -> Bool[Array, " R"]:
-    """Whether each row of the results belongs to an assignment."""
-    rows = jnp.where(work.row_of < 0, work.num_rows, work.row_of).reshape(-1)
-    return jnp.zeros(work.num_rows, bool).at[rows].set(True, mode="drop")
-
-
-def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
-    scale = experts.input_scale(role)
-    return None if scale is None else scale.reshape(1)
+        layer = Layer(problem, x, routing, experts, config, environment.core_count or 1)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), layer.results)[:, :width]
 
 
 def _shape(problem: Problem, environment: Environment) -> Shape:
@@ -196,13 +113,22 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
     format, inputs = FORMATS[problem.format], INPUT_FORMATS[problem.input_format]
     elements = elements_of(format, inputs)
     assert elements is not None
-    blocks_of_inputs = isinstance(inputs.block_size, int)
-    by_block = blocks_of_inputs or elements.by_block
-    sizes = problem.num_tokens or 1, problem.top_k, problem.num_choices
+    inputs_by_block = isinstance(inputs.block_size, int)
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     hidden, intermediate = problem.padded_from or (problem.hidden_size, problem.intermediate_size)
-    tiles = -(-intermediate // outputs), -(-hidden // TILE)
-    units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
-    kind = elements.decoded, elements.exact, elements.coded, by_block, blocks_of_inputs
-    weighted, num_cores = problem.weights_on == "input", environment.core_count or 1
-    return Shape(unit_bytes(format), *kind, *sizes, tiles, units, num_cores, weighted, not inputs.by_token)
+    return Shape(
+        unit_bytes=unit_bytes(format),
+        decoded=elements.decoded,
+        exact=elements.exact,
+        fast=elements.coded,
+        by_block=inputs_by_block or elements.by_block,
+        inputs_by_block=inputs_by_block,
+        num_tokens=problem.num_tokens or 1,
+        top_k=problem.top_k,
+        num_experts=problem.num_choices,
+        tiles=(-(-intermediate // outputs), -(-hidden // TILE)),
+        units=(-(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)),
+        num_cores=environment.core_count or 1,
+        weighted=problem.weights_on == "input",
+        one_scale=not inputs.by_token,
+    )

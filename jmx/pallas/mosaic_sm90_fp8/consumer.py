@@ -25,7 +25,7 @@ from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Stage, finish_reads
 from jmx.pallas.sm90.reduction import RowSums
-from jmx.pallas.sm90.tiles import TILE
+from jmx.pallas.sm90.tiles import TILE, aligned_row
 from jmx.util.typing import Array, Bool, Float32, Int32, Num
 
 Scalar = Int32[Array, ""]
@@ -380,9 +380,7 @@ def _send(
     plgpu.wait_smem_to_gmem(num_buffers - 1 if nth else 0, wait_read_only=True)
     write(buffers.at[wm, pl.ds(at, size)])
     plgpu.commit_smem()
-    row = (
-        lax.div(item.out_row + item.part * gemm.num_rows, 8) * 8 + first
-    )  # TMA needs to see that it is a multiple of 8
+    row = aligned_row(item.out_row + item.part * gemm.num_rows) + first
     # No rows past the last tile: for a result of one tile Pallas would make TMA write that tile instead.
     count = jnp.where(tile < product.m_tiles, item.num_rows - first, 0)
 

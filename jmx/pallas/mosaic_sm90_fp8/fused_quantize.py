@@ -10,7 +10,8 @@ read as they are, most rows, the *early* ones, are quantized while the last item
 of blocks without an item among the last two of any CTA. CTAs signal before their last but one item that what came
 before is written, and quantize early rows before their last item, by when all others have signaled. So only the few
 late rows are waited for when the first GEMM is complete, by the items that need them, which are the last ones of the
-second GEMM."""
+second GEMM.
+"""
 
 import jax
 import jax.numpy as jnp

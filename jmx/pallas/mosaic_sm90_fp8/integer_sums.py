@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8 import wgmma
 from jmx.pallas.mosaic_sm90_fp8.elements import Elements
-from jmx.pallas.sm90.accumulator import accumulator, of_registers, own_layout, row_array, sums_of
+from jmx.pallas.sm90.accumulator import accumulator, of_registers, own_layout, row_array, sums_of, wait_for_products
 from jmx.pallas.sm90.mlir import constant, f32, i32, pair, utils
 from jmx.pallas.sm90.operation import Fragment, operation, result
 from jmx.pallas.sm90.tiles import TILE
@@ -118,7 +118,7 @@ def add(run: Run, units: Sequence[wgmma.Unit], elements: Elements) -> Run:
             sums = wgmma.start_product(sums, operand, wgmma.descriptor(stage.x), n, elements)
             if following is not None:
                 operand = wgmma.operand_of(following, elements)
-            sums, last = wgmma.wait(sums, 0), scales
+            sums, last = wait_for_products(sums, 0), scales
         assert last is not None
         if goes_on:
             assert like is not None

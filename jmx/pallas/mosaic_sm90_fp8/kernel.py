@@ -65,9 +65,7 @@ def grouped_products(
     """
     operands = [(product.inputs, Operands.of(product)) for product in products]
     fused = products[0].quantizes
-    # Weights that are decoded leave warpgroups less time: there it costs more than it saves. Others were not measured.
-    alone = not config.resident_rows and config.warpgroups_k == 1
-    early = fused and alone and not (products[0].elements.decoded or products[0].scales_units)
+    early = fused and _quantizes_early(products[0], config)
     assert all(product.quantizes == fused for product in products)
     assert not config.resident_rows or (fused and isinstance(blocks.counts, int))  # all blocks have the same rows
     outputs = [
@@ -134,3 +132,12 @@ def grouped_products(
     counters = jax.new_ref(new_counters(blocks)) if fused else None
     results, _ = launch(kernel, operands, blocks.arrays, counters)
     return results[-1]
+
+
+def _quantizes_early(first: Product, config: Config) -> bool:
+    """Whether most rows of h are quantized before the end of the first product; see `fused_quantize`.
+
+    Warpgroups that decode weights have less time: there it costs more than it saves. The rest was not measured.
+    """
+    decodes = first.elements.decoded or first.scales_units
+    return not (decodes or config.resident_rows or config.warpgroups_k > 1)

@@ -6,7 +6,6 @@ Each `fill` acquires a stage, which waits until consumers have released it, and 
 from collections.abc import Callable
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -14,6 +13,7 @@ from jmx.pallas.mosaic_sm90_fp8 import fused_quantize
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, unit_bytes, value_rows
 from jmx.pallas.sm90.launch import for_width
+from jmx.pallas.sm90.tiles import aligned_row
 from jmx.util.typing import Array, Int32
 
 Scalar = Int32[Array, ""]
@@ -67,9 +67,7 @@ def copy_rows(gemm: Gemm) -> None:
     @jax.named_scope("rows_prologue")
     def prologue(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
         block, _, part = gemm.item(turn)
-        first_row = (
-            lax.div(blocks.first_row(blocks.x_rows, block), 8) * 8
-        )  # TMA needs to see that it is a multiple of 8
+        first_row = aligned_row(blocks.first_row(blocks.x_rows, block))
         count = blocks.count_of(block)
         first = part * gemm.share.item_stages
         fused_quantize.wait_if_late(gemm, turn)

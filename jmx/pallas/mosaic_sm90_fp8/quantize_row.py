@@ -14,9 +14,9 @@ from jmx.pallas.sm90.mlir import address_of, constant, i8, i32, i64, less, pair,
 from jmx.pallas.sm90.row import (
     LANES,
     PIECE,
-    VECTOR,
     across_lanes,
     across_warps,
+    each_place,
     floats_of,
     in_range,
     largest_of,
@@ -25,6 +25,7 @@ from jmx.pallas.sm90.row import (
     quotients,
     scale_of_row,
 )
+from jmx.pallas.sm90.tiles import VECTOR
 
 _ROUND = (
     "{ .reg .b16 l, h; .reg .f32 a, b, c, d; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; mov.b32 d, $4; "
@@ -47,21 +48,16 @@ def stores_to_global(values: ir.Value, scales: ir.Value, columns: int, places: l
         places: the rows that it is written to; negative ones are skipped.
     """
 
-    def each(store: Callable[[ir.Value], Any]) -> None:
-        for place in places:
-            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))):
-                store(wide(place))
-
     def store_values(two: ir.Value, column: ir.Value) -> None:
         def store(row: ir.Value) -> None:
             at = arith.addi(arith.muli(row, constant(columns, i64())), wide(column))
             llvm.store(two, address_of(values, at, i8()), alignment=8)
 
-        each(store)
+        each_place(places, store)
 
     def store_scale(scale: ir.Value, unit: ir.Value | None) -> None:
         first = constant(0) if unit is None else arith.muli(unit, constant(ir.MemRefType(scales.type).shape[-1]))
-        each(lambda row: llvm.store(scale, address_of(scales, arith.addi(wide(first), row), i32())))
+        each_place(places, lambda row: llvm.store(scale, address_of(scales, arith.addi(wide(first), row), i32())))
 
     return store_values, store_scale
 

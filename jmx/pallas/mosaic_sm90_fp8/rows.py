@@ -16,7 +16,7 @@ from jmx.util.typing import Array, Float, Float32, Int32
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "row_of", "static_scale", "scales"],
-    meta_fields=["columns", "format", "num_rows", "at_least"],
+    meta_fields=["columns", "format", "num_rows", "weight_columns"],
 )
 @dataclass(frozen=True)
 class InputRows:
@@ -30,7 +30,7 @@ class InputRows:
         columns: K, the number of columns that are read, a multiple of 8.
         format: an input format with e4m3 or int8 elements.
         num_rows: R, of the result. Rows that are not written have undefined contents.
-        at_least: columns that the result has in any case: those of the weight.
+        weight_columns: those of the weight, so that the result has them in any case.
         scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row; None: not quantized yet.
     """
 
@@ -40,7 +40,7 @@ class InputRows:
     columns: int
     format: InputFormat
     num_rows: int
-    at_least: int = 0
+    weight_columns: int = 0
     scales: Float32[Any, " R"] | Float32[Any, "b R"] = None
 
     @property
@@ -55,7 +55,7 @@ class InputRows:
     @property
     def padded_columns(self) -> int:
         """Columns of the result: whole units."""
-        return -(-max(self.columns, self.at_least) // UNIT_COLUMNS) * UNIT_COLUMNS
+        return -(-max(self.columns, self.weight_columns) // UNIT_COLUMNS) * UNIT_COLUMNS
 
     @property
     def by_block(self) -> bool:

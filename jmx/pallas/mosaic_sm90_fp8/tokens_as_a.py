@@ -21,8 +21,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
 from jmx.pallas.mosaic_sm90_fp8.elements import Elements
 from jmx.pallas.mosaic_sm90_fp8.staging import size_and_span, swizzled_rows
-from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, plus, slices, start_product, wait, zeros
-from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
+from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, plus, slices, start_product, zeros
+from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of, wait_for_products
 from jmx.pallas.sm90.epilogue import load_of_row
 from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.mlir import constant, i32, pair, thread_index, utils
@@ -94,7 +94,7 @@ def add(
             of_rows = [[load_float(scales, constant(TILE * tile + i)) for i in range(2)] for tile in range(TILES)]
             both = [[[arith.mulf(token, row) for token in of_tokens] for row in rows] for rows in of_rows]
             factors = [rows[eight % 2] for rows in both for eight in range(TILE // 8)]
-        products = wait(sums_of(sums), 0)
+        products = wait_for_products(sums_of(sums), 0)
         added = [
             plus(total, product, [factors[nth // 4][nth // 2 % 2]])
             for nth, (total, product) in enumerate(zip(sums_of(totals), products, strict=True))

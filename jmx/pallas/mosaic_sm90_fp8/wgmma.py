@@ -18,7 +18,7 @@ from jmx.pallas.mosaic_sm90_fp8 import decode
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
 from jmx.pallas.mosaic_sm90_fp8.decode import SLICES
 from jmx.pallas.mosaic_sm90_fp8.elements import Elements
-from jmx.pallas.sm90.accumulator import accumulator, sums_of
+from jmx.pallas.sm90.accumulator import accumulator, sums_of, wait_for_products
 from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, thread_index, utils
 from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.tiles import TILE
@@ -98,7 +98,7 @@ def add_units(
         def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
             products, unit, part = done
             of_rows = None if elements.coded else row_scales(unit)
-            new[part] = _added(new[part], wait(products, pending), of_rows, unit.x_scales, part * n)
+            new[part] = _added(new[part], wait_for_products(products, pending), of_rows, unit.x_scales, part * n)
 
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
             sums = start_product(sums, operand, descriptor(unit.x, part * n), n, elements)
@@ -177,7 +177,7 @@ def finish(total: Float32[Array, "64 n"] | None, sums: Num[Array, "64 n"]) -> Nu
         return_type=result(sums.shape, sums.dtype, plgpu.Layout.WGMMA),
     )
     def body(_: Any, total: Fragment | None, sums: Fragment) -> Fragment:
-        found = wait(sums_of(sums), 0)
+        found = wait_for_products(sums_of(sums), 0)
         if total is not None:
             found = [arith.addf(a, b) for a, b in zip(sums_of(total), found, strict=True)]
         return accumulator(sums, found)
@@ -254,17 +254,6 @@ def start_product(
         values = [llvm.extractvalue(kind, made, [i]) for i in range(size)]
     utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
     return values
-
-
-def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
-    """`sums`, once all products but the last `pending` groups are complete."""
-    size, kind = len(sums), sums[0].type
-    letter = "f" if kind == f32() else "r"
-    tied = ",".join([*[f"={letter}"] * size, *(str(i) for i in range(size))])
-    text = f"wgmma.wait_group.sync.aligned {pending};"
-    out = llvm.StructType.get_literal([kind] * size)
-    made = llvm.inline_asm(out, sums, text, tied, has_side_effects=True, asm_dialect=0)
-    return [llvm.extractvalue(kind, made, [i]) for i in range(size)]
 
 
 def row_scales(unit: Unit) -> list[ir.Value] | None:

@@ -5,7 +5,7 @@ The definition is the routing, then its grouping. Derivatives are those of the d
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,22 @@ LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel 
 
 # Methods whose weights are computed from the ids beside the products, in plain jnp.
 Weighed = SigmoidTopK | SqrtSoftplusTopK | GroupedTopK
+
+
+class Given(NamedTuple):
+    """The arrays of a call, or references to them. Those that it lacks are None.
+
+    Args:
+        values: the logits.
+        mask: which tokens are routed; the others get no expert.
+        bias: the correction bias of the choice.
+        first: the first of the experts of the call, if these are some of those among which tokens are routed.
+    """
+
+    values: Float[Any, "T E"]
+    mask: Bool[Any, " T"] | None = None
+    bias: Float32[Any, " E"] | None = None
+    first: Int32[Any, " 1"] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,20 +94,19 @@ class Call:
         """Whether the experts are some of those among which tokens are routed."""
         return self.problem.num_routed is not None
 
-    # As `jmx.pallas.defined` has it: operands are logits, perhaps a mask, a bias if the choice is biased, and the first
-    # expert if they are some; results the leaves of `Results`.
+    # As `jmx.pallas.defined` has it: operands are the leaves of `Given`, results those of `Results`.
 
-    def operands(self, values: Any, *rest: Any) -> tuple[Any, Any, Any, Any]:
-        """Logits, mask, bias, and the first expert, of which the last three may be None."""
+    def operands(self, values: Any, *rest: Any) -> Given:
+        """With a bias if the choice is biased, a first expert if experts are some, and perhaps a mask."""
         *others, first = rest if self.some else (*rest, None)
         *masks, bias = others if self.biased else (*others, None)
-        return values, masks[0] if masks else None, bias, first
+        return Given(values, masks[0] if masks else None, bias, first)
 
     def shapes(self, *_: Any) -> list[jax.ShapeDtypeStruct]:
         return jax.tree.leaves(Results.shapes(self.sizes))
 
     def define(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-        results = definition(*self.operands(*given), self)
+        results = definition(self.operands(*given), self)
         if Results.shapes(self.sizes).weights is None:
             results = results._replace(weights=None)
         return jax.tree.leaves(results)
@@ -172,7 +187,8 @@ def route_and_group(
     if values.dtype not in LOADED:
         values = values.astype(jnp.float32)
     bias = None if bias is None else jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
-    results = routed(values, mask, bias, None if first is None else jnp.asarray(first, jnp.int32).reshape(1), call)
+    start = None if first is None else jnp.asarray(first, jnp.int32).reshape(1)
+    results = routed(Given(values, mask, bias, start), call)
     routing = Routing(results.expert_ids if first is None else results.expert_ids - first, results.weights)
     if call.tiling is None:
         return routing
@@ -189,15 +205,9 @@ def _work(results: Results, call: Call) -> Work:
     return Work(blocks._replace(counters=results.counters), results.row_of, results.token_of_row)
 
 
-def routed(
-    values: Float[AnyArray, "T E"],
-    mask: Bool[AnyArray, " T"] | None,
-    bias: Float32[AnyArray, " E"] | None,
-    first: Int32[AnyArray, " 1"] | None,
-    call: Call,
-) -> Results:
+def routed(given: Given, call: Call) -> Results:
     """The kernel's results, with the weights; ids are those of all experts among which tokens are routed."""
-    given = values, mask, bias, first = meshes.varying_alike(values, mask, bias, first)
+    values, mask, bias, _ = given = Given(*meshes.varying_alike(*given))
     results = meshes.unchecked(partial(_bind, call=call))(*jax.lax.stop_gradient(given))
     if results.weights is not None:
         return results._replace(weights=_differentiable(values, mask, bias, results.weights, call.method))
@@ -226,26 +236,15 @@ def _derivative(method: Method, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _differentiable(*primals, method), jax.jvp(defined, (values,), tangents[:1])[1]
 
 
-def _bind(
-    values: Float[AnyArray, "T E"],
-    mask: Bool[AnyArray, " T"] | None,
-    bias: Float32[AnyArray, " E"] | None,
-    first: Int32[AnyArray, " 1"] | None,
-    *,
-    call: Call,
-) -> Results:
-    given = jax.tree.leaves((values, mask, bias, first))
-    return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), _route_and_group(*given, call=call))
+def _bind(*given: Any, call: Call) -> Results:
+    """`given`: the fields of a `Given`."""
+    results = _route_and_group(*jax.tree.leaves(given), call=call)
+    return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), results)
 
 
-def definition(
-    values: Float[AnyArray, "T E"],
-    mask: Bool[AnyArray, " T"] | None,
-    bias: Float32[AnyArray, " E"] | None,
-    first: Int32[AnyArray, " 1"] | None,
-    call: Call,
-) -> Results:
+def definition(given: Given, call: Call) -> Results:
     """The results in plain jnp; rows of blocks after the last real one differ from the kernel's."""
+    values, mask, bias, first = given
     by_token = {"values": values} if mask is None else {"values": values, "mask": mask}
     ids, weights = route_checked(by_token, bias, call.method)
     sizes = call.sizes

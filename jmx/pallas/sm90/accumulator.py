@@ -73,6 +73,17 @@ def wait_for_earlier_products() -> None:
     body()
 
 
+def wait_for_products(sums: list[ir.Value], pending: int) -> list[ir.Value]:
+    """`sums`, which products in flight write, once all products but the last `pending` groups are complete."""
+    size, kind = len(sums), sums[0].type
+    letter = "f" if kind == f32() else "r"
+    tied = ",".join([*[f"={letter}"] * size, *(str(i) for i in range(size))])
+    text = f"wgmma.wait_group.sync.aligned {pending};"
+    out = llvm.StructType.get_literal([kind] * size)
+    made = llvm.inline_asm(out, sums, text, tied, has_side_effects=True, asm_dialect=0)
+    return [llvm.extractvalue(kind, made, [i]) for i in range(size)]
+
+
 def split_rows(acc: Num[Array, "64 n"]) -> tuple[Float32[Array, " m"], Float32[Array, " m"]]:
     """An accumulator, float32 or int32 -> per-thread elements of the first and of the second row."""
     size, integers = row_size(acc.shape[1]), acc.dtype == jnp.int32

@@ -7,6 +7,7 @@ dividends are multiplied by 2^64, which is exact; what underflows then rounds to
 instructions, and a branch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,10 @@ from jaxlib.mlir.dialects import arith, llvm
 from jmx.numerics.input_formats import InputFormat, static_limits
 from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import address_of, constant, i32, i64, less, run, thread_index, utils, wide
-from jmx.pallas.sm90.tiles import THREADS
+from jmx.pallas.sm90.tiles import THREADS, VECTOR
 
 WORDS = 4  # for the largest magnitude in each warp
 LANES = 32
-VECTOR = 8  # elements of a row that a thread loads at a time
 PIECE = THREADS * VECTOR  # columns that a warpgroup loads at a time
 NAN = 0x7FC00000
 QUOTIENT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; div.rn.f32 a, a, b; mov.b32 $0, a; }"
@@ -59,6 +59,13 @@ def places_of(row_of: ir.Value, number: ir.Value) -> list[ir.Value]:
     first = arith.muli(wide(number), constant(count, i64()))
     at = (arith.addi(first, constant(nth, i64())) for nth in range(count))
     return [llvm.load(i32(), address_of(row_of, one, i32())) for one in at]
+
+
+def each_place(places: list[ir.Value], store: Callable[[ir.Value], Any]) -> None:
+    """Calls `store` with each of `places`, in 64 bits; it skips negative ones, which are no rows."""
+    for place in places:
+        with utils.when(arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))):
+            store(wide(place))
 
 
 def in_range(static: ir.Value, format: InputFormat) -> ir.Value:

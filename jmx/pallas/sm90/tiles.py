@@ -3,24 +3,34 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
-from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
+from jmx.experts import Experts
+from jmx.numerics.formats import WHOLE_ROW, BlockScaled
 from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.numerics.layouts import WeightSpec
-from jmx.util.typing import Array, Shaped
+from jmx.util.typing import Array, Int32, Shaped
 
 TILE = 64  # rows and columns of a tile
 GATED_ROWS = TILE // 2  # rows of gate in a tile, and as many of up
 THREADS = 128  # of a warpgroup
+ROW_ALIGNMENT = 8  # rows of a swizzled tile of inputs in shared memory, where TMA copies begin and end
+VECTOR = 8  # elements of a row of inputs that a thread loads together
 VALUE_COLUMNS = 256  # of a tile's values as an array: no axis of a TMA box exceeds 256
 
 
-def alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
+def weights_alike(experts: Experts) -> tuple[BlockScaled, BlockScaled]:
     """Both weights with block scales of one dtype, as one kernel's stages require: float32 if theirs differ."""
-    if format.block_size == WHOLE_ROW or gate_up.scales.dtype == down.scales.dtype:
+    gate_up, down = experts.gate_up, experts.down
+    if experts.format.block_size == WHOLE_ROW or gate_up.scales.dtype == down.scales.dtype:
         return gate_up, down
     gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
     return gate_up, down
+
+
+def aligned_row(row: Int32[Array, ""]) -> Int32[Array, ""]:
+    """`row`, a multiple of `ROW_ALIGNMENT`, in a form in which Pallas sees that it is one, as TMA copies require."""
+    return lax.div(row, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def num_tiles(spec: WeightSpec) -> tuple[int, int]:

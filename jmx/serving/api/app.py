@@ -169,7 +169,7 @@ async def _whole(asked: Asked, created: dict[str, Any], request: Request) -> Res
 
 
 async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
-    """What `work` returns. It is cancelled when the client goes away, which raises ClientDisconnect."""
+    """What `work` returns. It is canceled when the client goes away, which raises ClientDisconnect."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())  # the body was read: what follows is that the client went away
     try:
