@@ -48,7 +48,7 @@ class Case(NamedTuple):
         return ":".join(map(str, self))
 
 
-# In a checkout's process
+# In the process of one checkout
 
 
 def layer_sample(case: Case, num_layers: int) -> Callable[[], float]:
@@ -137,7 +137,7 @@ def serve(tree: Path, case: Case, num_layers: int) -> None:
         print(sample(), flush=True)
 
 
-# Before them
+# In the process that compares them
 
 
 class Worker:

@@ -6,8 +6,8 @@
 The first run compiles the programs of a prefill and one of 16 decoding steps; seconds to trace, to lower and to compile
 are those that jax reports, of all of them: they are compiled side by side. The first token comes with the launch of the
 first steps, so its time includes compiling them. `--cache` keeps compiled programs. `--mesh ep=2` divides the model
-over devices, each of which makes its own weights. Targets (one H200, gpt-oss-120b,
-prompt of 1024): 30 s to the 17th token without kept programs, 5 s with them.
+over devices, each of which makes its own weights. Targets (one H200, gpt-oss-120b, prompt of 1024): 30 s to the 17th
+token without kept programs, 5 s with them.
 """
 
 import argparse
@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jmx.cli import mesh_argument
 from jmx.models import Runner, Sampler, from_source, random_source

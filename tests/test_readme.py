@@ -168,6 +168,16 @@ def test_commands_are_ones_that_exist():
     assert {"explain", "generate", "doctor", "convert", "bench"} <= {arguments[0] for arguments in mine}
 
 
+def test_benchmarks_run_from_a_clone_alone():
+    """Run as a file, a script finds neither jmx nor its neighbors unless it names the clone."""
+    scripts = {word for line in commands("python") for word in line if re.fullmatch(r"benchmarks/.*\.py", word)}
+    assert {"benchmarks/first_token.py", "benchmarks/mesh_table.py"} <= scripts
+    for script in scripts:
+        text = (ROOT / script).read_text()
+        ours = re.search(r"^(from|import) (jmx|benchmarks)\b", text, re.MULTILINE)
+        assert not ours or "sys.path.insert" in text[: ours.start()], script
+
+
 def test_the_index_links_to_every_page():
     for page in PAGES.keys() - {"README.md", "index.md"}:
         assert f"({page})" in PAGES["index.md"].read_text(), page

@@ -16,13 +16,14 @@ struct Block {
   uint4 keys[2][2], values[4];
 };
 
-// A warp has a block in registers, and of several tokens up to kAhead further ones on their way to shared memory, behind
-// `shared`: what is behind a lane's own copies there no other thread reads.
+// A warp has a block in registers, and of several tokens up to kAhead further ones on their way to shared memory,
+// behind `shared`: what is behind a lane's own copies there no other thread reads.
 template <int kAhead>
 class Attention {
  public:
   // The positions that are attended to, and the splits of their keys. `cta`: of those of this token.
-  __device__ Attention(const Call& call, AttentionShared& shared, int cta, int position) : call_(call), shared_(shared) {
+  __device__ Attention(const Call& call, AttentionShared& shared, int cta, int position)
+      : call_(call), shared_(shared) {
     position_ = min(position, call.page * call.num_pages - 1);
     begin_ = call.window > 0 ? max(0, position_ - call.window + 1) : 0;
     const int blocks = (position_ + 1 - begin_ + kKeys - 1) / kKeys, each = (blocks + call.splits - 1) / call.splits;
@@ -38,7 +39,7 @@ class Attention {
     if (number_ < last_) Load(number_);
     for (int i = 0; i < kAhead; ++i) Ask(number_ + (i + 1) * kAttentionWarps, i);
     cos_ = LoadPair(call_.cos + Pair()), sin_ = LoadPair(call_.sin + Pair());
-    if (call_.sinks != nullptr && threadIdx.x / 32 < call_.group)
+    if (call_.sinks != nullptr && threadIdx.x / 32 < static_cast<u32>(call_.group))
       sink_ = LoadEarly(call_.sinks + head_ * call_.group + threadIdx.x / 32) * kLog2E;
   }
 

@@ -1,5 +1,5 @@
-// Products of several tokens by tensor cores, with tokens as A: their columns are in registers, rows of weights come from
-// shared memory. A warp multiplies every kFewWarps-th kPair columns, which are two halves.
+// Products of several tokens by tensor cores, with tokens as A: their columns are in registers, rows of weights come
+// from shared memory. A warp multiplies every kFewWarps-th kPair columns, which are two halves.
 #pragma once
 
 #include "tile.cuh"
@@ -17,9 +17,9 @@ __device__ __forceinline__ uint4 PackScaled(const float (&its)[kVector], const f
   return v;
 }
 
-// Vectors of the tokens that this lane, 4 g + t, gives to tensor cores: of token g, of each half of a pair the t-th. Sums
-// over columns have these in any order. What is after the last column is zero, and what is of tokens that there are not;
-// nothing here has a condition, so that all loads are on their way at once.
+// Vectors of the tokens that this lane, 4 g + t, gives to tensor cores: of token g, of each half of a pair the t-th.
+// Sums over columns have these in any order. What is after the last column is zero, and what is of tokens that there
+// are not; nothing here has a condition, so that all loads are on their way at once.
 template <int kPairs>
 struct Tokens {
   uint4 of[kPairs][2];
@@ -80,8 +80,8 @@ __device__ __forceinline__ float RateOf(const Shared& shared, int token, int col
 }
 
 // A warp's part of the products with kGroupRows rows. B has of row r the first half of a pair as column 2 r, the second
-// as 2 r + 1; and A the tokens' first halves as rows, and then their second ones. So lane 4 g + t has of token g and row t
-// one half in sums[.][0] and the other in sums[.][3]; what else is there means nothing.
+// as 2 r + 1; and A the tokens' first halves as rows, and then their second ones. So lane 4 g + t has of token g and
+// row t one half in sums[.][0] and the other in sums[.][3]; what else is there means nothing.
 template <int kPairs>
 class Products {
  public:

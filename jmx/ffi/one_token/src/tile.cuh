@@ -93,7 +93,8 @@ class Tile {
 };
 
 // Any number of rows, a multiple of kGroupRows, kRows in each copy. They pass through a ring of slots in shared memory,
-// `before` bytes after its beginning, whose barriers are at the beginning. kReaders warps read a slot before it is free.
+// `before` bytes after its beginning, whose barriers are at the beginning. kReaders warps read a slot before it is
+// free.
 template <int kReaders, int kRows = kGroupRows>
 class Slots {
  public:
@@ -116,8 +117,8 @@ class Slots {
     FenceBarriers();
   }
 
-  // Asks for all rows, by each copy when its slot is free; at most `ahead` are on their way until `Hurry` has been arrived
-  // at. By one thread, after all have met, as each copy takes it 0.3 us.
+  // Asks for all rows, by each copy when its slot is free; at most `ahead` are on their way until `Hurry` has been
+  // arrived at. By one thread, after all have met, as each copy takes it 0.3 us.
   __device__ void AskForAll(int ahead = 1 << 20) const {
     bool slowly = true;
     for (int n = 0; n < Count() / kRows; ++n) {
