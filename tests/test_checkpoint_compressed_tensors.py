@@ -470,6 +470,21 @@ def test_read_then_written_is_the_same_to_the_bit(tmp_path, name):
         safetensors.safe_open(file, "numpy").__enter__()  # the package's reader takes them
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "quark_gpt_oss"])
+def test_scales_are_written_in_the_dtype_that_files_had(tmp_path, name):
+    """e8m0 by its name in safetensors, where tools write bytes."""
+    arrays, config = golden(name)
+    arrays = {
+        key: array.view(ml_dtypes.float8_e8m0fnu) if key.endswith("weight_scale") and array.dtype == np.uint8 else array
+        for key, array in arrays.items()
+    }
+    assert any(array.dtype == ml_dtypes.float8_e8m0fnu for array in arrays.values())
+    ours, expected = reader_at(write(tmp_path / name, arrays, config), name), wholes(reader(name).layers[LAYER])
+    assert all(same(array, expected[key]) for key, array in wholes(ours.layers[LAYER]).items())
+    compressed_tensors.convert(ours, tmp_path / "again")
+    assert all(same(array, arrays[key]) for key, array in read(tmp_path / "again" / shards.SINGLE).items())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_made_without_the_files_own_mean_the_same(name):
     for module in reader(name).layers[LAYER].quantized:

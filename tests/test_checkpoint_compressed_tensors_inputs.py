@@ -275,6 +275,7 @@ def test_explain_says_which_inputs_no_format_is(tmp_path, capsys):
     code, out, err = explained(capsys, write(tmp_path / "unknown", arrays, config))
     assert (code, out) == (2, "")
     assert f"inputs of experts '{LAYER}' are asymmetric int8 by token, dynamic, which is none of" in err
+    assert "of `jmx.models.load` `declared_inputs=False`, of commands `--inputs float`" in err
     assert "Traceback" not in err
 
 

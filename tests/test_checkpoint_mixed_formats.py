@@ -215,6 +215,19 @@ def test_modules_in_floats_are_rounded_as_quantize_does(name, place, tmp_path, r
     assert all(np.array_equal(again.view(name), reader.view(name)) for name in reader.tensors)
 
 
+def test_floats_beside_weights_in_order_where_others_have_another(tmp_path, rng):
+    """Their format has an order, which those with the same inputs in the files do not."""
+    formats = {r"0\.gate_proj": None, "down_proj": ORDERED, "": "int8_g32_asym"}
+    path, weights = checkpoint(tmp_path / "mixed", formats, rng)
+    reader = compressed_tensors.Reader(path)
+    with pytest.warns(UserWarning, match="'0.gate_proj' are floats in the files|are held in int8_g32_asym_order"):
+        experts = reader.experts(LAYER, layout="canonical")
+    assert "order" in experts.format.arrays
+    gate = np.asarray(experts.dequantize(np.float32)[0])[0, : SIZES["gate_proj"][0]]
+    exact = weights[f"{LAYER}.0.gate_proj"].astype(np.float32)
+    assert np.linalg.norm(gate - exact) < 0.01 * np.linalg.norm(exact)
+
+
 def test_inputs_of_modules_in_floats(tmp_path, rng):
     path, _ = checkpoint(tmp_path / "dynamic", {r"1\.down_proj": None, "": "int8_channel"}, rng)
     config = json.loads((path / "config.json").read_text())

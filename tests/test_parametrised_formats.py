@@ -132,6 +132,20 @@ def test_kernels_take_groups_of_larger_powers_of_two(backend, name, key, rng):
     assert np.linalg.norm(got - want) < TOLERANCE["float32"] * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_1x128", "fp8_block_64x128", "int4_g128"])
+def test_kernels_take_rows_whose_last_block_of_fp8_is_short(name, key):
+    """Whatever the number of rows that share a scale."""
+    problem = dataclasses.replace(shapes.MODELS["deepseek-v3"].problem(64, "mosaic_sm90"), format=name, hidden_size=160)
+    trail = {backend: no for backend, _, no in explain_problem(problem, Environment.named("h200")).trail}
+    is_fp8 = name.startswith("fp8")
+    assert (trail["mosaic"] is None) == is_fp8
+    assert is_fp8 == (FORMATS[name].whole_size(160) == 160)
+    if is_fp8:
+        experts = jmx.Experts.random(key, 2, 160, 96, gate_up_order="interleaved", format=name)
+        back = experts.prepare("mosaic_sm90").prepare("packed")
+        jax.tree.map(np.testing.assert_array_equal, back.arrays(), experts.arrays())
+
+
 @pytest.mark.parametrize("name", [*LARGER, "fp8_block_64x128"])
 def test_the_layout_of_mosaic_keeps_them(name, key):
     assert decoded_alike(FORMATS[name]) in [*FORMATS]

@@ -107,12 +107,16 @@ class Format:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {whole} for {self.name.upper()}")
 
     def whole_size(self, size: int) -> int:
-        """The least size of at least `size` that is a whole number of bytes and of blocks; of FP8, whose last block may
-        be short for all kernels, of bytes."""
+        """The least size of at least `size` that is a whole number of bytes, and of blocks if kernels need these."""
         check_int("size", size, least=0)
-        any_size = self.block_size == WHOLE_ROW or self.block_rows != 1
-        unit = lcm(self.elements_in_a_byte, 1 if any_size else self.block_size)
+        unit = lcm(self.elements_in_a_byte, self.block_size if self.needs_whole_blocks else 1)
         return -(-size // unit) * unit
+
+    @property
+    def needs_whole_blocks(self) -> bool:
+        """Whether kernels take rows of whole blocks alone: all but FP8, where padding is 0 whatever the scale."""
+        short_fp8 = self.short_block and self.element_dtype == _E4M3
+        return self.block_size != WHOLE_ROW and not short_fp8
 
     def num_blocks(self, size: int, what: str) -> int:
         """The number of blocks along an axis of `size` elements; ValueError naming `what` unless they are whole."""

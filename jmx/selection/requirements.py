@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jmx.numerics.formats import FORMATS, WHOLE_ROW, decoded_alike
+from jmx.numerics.formats import FORMATS, decoded_alike
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
@@ -112,9 +112,9 @@ class Limits:
         return Rejection(Reason.FORMAT, f"weights are {problem.format!r}", f"use xla, or {wanted}")
 
     def _blocks(self, problem: Problem) -> Rejection | None:
-        """Kernels take a short last block of FP8 alone, where padding is 0 whatever the scale."""
+        """Kernels take a short last block of some formats alone."""
         format = FORMATS[problem.format]
-        if self.formats is None or format.block_rows != 1 or format.block_size == WHOLE_ROW:
+        if self.formats is None or not format.needs_whole_blocks:
             return None
         why = f"the columns that share a scale in {problem.format}"
         return indivisible(hidden_and_intermediate(problem), format.block_size, why, "use xla, or experts.pad()")

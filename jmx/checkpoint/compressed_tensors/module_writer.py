@@ -20,9 +20,9 @@ def module_tensors(
     Args:
         scheme: how the module is quantized.
         weight: its packed arrays, without leading axes.
-        kept: tensors that are written unchanged: those in `KEPT`, a weight_scale that is a scalar or (N,), and of
-            e4m3fnuz both weight and weight_scale. It must hold the inputs' static scale if there is one. Without
-            `weight_global_scale` that tensor is the reciprocal of the global scale.
+        kept: tensors that are written unchanged: those in `KEPT`, a weight_scale that is a scalar, (N,) or e8m0 by
+            its dtype, and of e4m3fnuz both weight and weight_scale. It must hold the inputs' static scale if there is
+            one. Without `weight_global_scale` that tensor is the reciprocal of the global scale.
 
     Raises:
         ValueError: arrays that the scheme's files cannot hold, or a static scale that is missing.

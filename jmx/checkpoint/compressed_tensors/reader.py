@@ -34,7 +34,10 @@ from jmx.util.typing import Array, Float32, Shaped
 # Each quantized module has one of these.
 _OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "scale", "qweight")
 _HERE = os.path.dirname(os.path.dirname(__file__))  # jmx.checkpoint, outside which experts are read
-_REMEDY = "; `inputs=False` loads the experts with inputs that are not quantized"
+_REMEDY = (
+    "; `inputs=False` loads the experts with inputs that are not quantized (of `jmx.models.load` "
+    "`declared_inputs=False`, of commands `--inputs float`)"
+)
 
 
 class Reader(SafetensorsReader):

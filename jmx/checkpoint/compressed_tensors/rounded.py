@@ -82,7 +82,8 @@ class RoundedModule(FloatModule):
     def sources(self, name: str) -> list[Piece]:
         """The tensors that one of the arrays, or "bias", is made of."""
         if name == "order":
-            return [] if self._sibling is None else self._sibling.sources(name)
+            sibling = self._sibling  # which has columns in order where the layer's format is that of others
+            return [] if sibling is None or name not in sibling.format.arrays else sibling.sources(name)
         return [self.pieces["bias" if name == "bias" else "weight"]]
 
     def static_scale(self) -> None:
