@@ -1,5 +1,7 @@
 """Passes whose last layer computes the wanted tokens alone, beside whole ones: families, turns, meshes."""
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 from model_steps import relative_error
 
-from jmx.models import Model, Runner, Sampler, load
+from jmx.lora import LoRA
+from jmx.models import Model, Runner, Sampler, from_source, load, random_source
 from jmx.models import forward as forward_module
 
 pytestmark = [
@@ -88,6 +91,36 @@ def test_over_a_mesh(checkpoint: str, sizes: dict[str, int], alone: None, monkey
     devices = jax.devices()[: int(np.prod([*sizes.values()]))]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
     check(load(CHECKPOINTS[checkpoint], dtype=jnp.float32, mesh=mesh), monkeypatch)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("checkpoint", "sizes"),
+    [
+        ("gpt_oss", {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}),
+        ("glm4_moe", {"num_hidden_layers": 2, "dense_layers": (1,)}),
+        ("deepseek_v3", {"num_hidden_layers": 1, "dense_layers": (0,)}),
+    ],
+)
+def test_models_of_one_layer_and_of_a_dense_last_one(
+    checkpoint: str, sizes: dict[str, Any], alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(load(CHECKPOINTS[checkpoint], dtype=jnp.float32).config, **sizes)
+    check(from_source(random_source(config), dtype=jnp.float32), monkeypatch)
+
+
+def test_experts_with_adapters(alone: None, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    model = load(CHECKPOINTS["gpt_oss"], dtype=jnp.float32)
+    plain, _ = Runner(model).prefill(PROMPTS)
+    for layer in model.layers:
+        made = LoRA(2, 3).random(jax.random.key(0), layer.moe.experts)
+        layer.moe.adapt(jax.tree.map(partial(_normal, rng), made))
+    check(model, monkeypatch)
+    assert relative_error(Runner(model).prefill(PROMPTS)[0], plain) > 1e-2
+
+
+def _normal(rng: np.random.Generator, matrix: jax.Array) -> jax.Array:
+    return jnp.asarray(rng.normal(size=matrix.shape) * matrix.shape[-1] ** -0.5, jnp.float32)
 
 
 def test_generated_tokens_and_their_log_probabilities_are_those_of_whole_passes(

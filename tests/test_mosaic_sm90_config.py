@@ -85,6 +85,11 @@ def test_widths_hold_every_count_of_rows(block_n):
     assert max(steps, default=0) <= 16  # near-equal blocks are halves and more
 
 
+def test_the_largest_widths_of_large_blocks_are_by_eight():
+    assert Config(144, 3, 1, 2, 4).widths == (32, 64, 80, 96, 112, 120, 128, 136, 144)
+    assert Config(192, 3, 1, 2, 3).widths == (32, 64, 96, 112, 128, 144, 160, 176, 192)  # or there would be 15
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

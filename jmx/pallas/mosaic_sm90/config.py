@@ -9,6 +9,9 @@ from jmx.pallas.sm90.tiles import TILE
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # an upper bound for barriers, alignment and unused buffers
 _BY_EIGHT = 64  # rows of a block, above which the kernel is compiled for half as many widths
+# From so many rows of a block on, those of more than three quarters are again compiled for by 8, if the kernel has at
+# most so many widths then: experts with more rows than a block has are divided into blocks of about that size.
+_LARGE_BLOCK, _MOST_WIDTHS = 128, 9
 _LEAST_OF_FOUR = 40  # rows of a block, from which stages of four tiles were faster than of three
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
@@ -56,7 +59,12 @@ class Config(BaseConfig):
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of rows that the kernel is compiled for."""
-        return widths(self.block_n, 8 if self.block_n <= _BY_EIGHT else 16)
+        if self.block_n <= _BY_EIGHT:
+            return widths(self.block_n, 8)
+        found = widths(self.block_n, 16)
+        large = range(self.block_n, 3 * self.block_n // 4, -8) if self.block_n >= _LARGE_BLOCK else ()
+        every = tuple(sorted({*found, *large}))
+        return every if len(every) <= _MOST_WIDTHS else found
 
     @property
     def max_block_n(self) -> int:
