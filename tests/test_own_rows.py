@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import aot
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,6 +68,15 @@ def test_all_rows_and_none(of_others, rng, monkeypatch):
         np.testing.assert_array_equal(np.asarray(sums), 0)
 
 
+@INTERPRETED
+@pytest.mark.parametrize("problem", [HALF, WHOLE], ids=["half", "whole"])
+def test_rows_of_few_slots_are_placed(problem, rng):
+    x, _, _, work, used = draw(rng, SIZES[0], "bfloat16")
+    taken = partial(own_rows.take, problem)
+    np.testing.assert_array_equal(np.asarray(taken(x, work))[used], np.asarray(x[work.token_of_row])[used])
+    assert "jmx_place_rows" in str(jax.make_jaxpr(taken)(x, work))
+
+
 def test_how_many_slots_they_are_for():
     assert [own_rows.applies(QUARTER, slots) for slots in (4095, 4096)] == [False, True]
     assert [own_rows.applies(HALF, slots) for slots in (4096, 1 << 15)] == [False, True]
@@ -85,6 +95,7 @@ def test_they_compile_for_a_gpu(rng, monkeypatch):
     x, weights, parts, work, _ = draw(rng, (64, 4, 8, 2880), "bfloat16")
     for function, given, name in (
         (partial(own_rows.take, QUARTER), (x, work), "jmx_take_own_rows"),
+        (partial(own_rows.take, HALF), (x, work), "jmx_place_rows"),
         (partial(own_rows.combine, QUARTER, jnp.bfloat16), (parts, work, weights), "jmx_combine_own_rows"),
     ):
         assert name in (aot.compile_for_h200(function, *given).as_text() or "")

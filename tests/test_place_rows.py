@@ -33,7 +33,7 @@ def assert_places(drawn, interpret):
 
 @INTERPRETED
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("interpret", [True, False])
 def test_every_assignment_has_its_token(sizes, dtype, interpret, rng):
     assert_places(draw(rng, sizes, dtype), interpret)
@@ -49,12 +49,14 @@ def test_too_many_rows_for_32_bits_are_gathered(rng, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [*SIZES, (1024, 4, 128, 2880)], ids=str)
-def test_on_a_gpu(sizes, rng):
-    assert_places(draw(rng, sizes, "bfloat16"), interpret=False)
+def test_on_a_gpu(sizes, dtype, rng):
+    assert_places(draw(rng, sizes, dtype), interpret=False)
 
 
 @pytest.mark.aot
-def test_it_compiles_for_a_gpu(rng):
-    compiled = aot.compile_for_h200(place_rows.place, *draw(rng, (64, 4, 8, 2880), "bfloat16"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_compiles_for_a_gpu(dtype, rng):
+    compiled = aot.compile_for_h200(place_rows.place, *draw(rng, (64, 4, 8, 2880), dtype))
     assert "jmx_place_rows" in (compiled.as_text() or "")

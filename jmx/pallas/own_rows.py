@@ -1,7 +1,8 @@
 """Moving rows of a device's own experts, where most assignments of its tokens are those of other devices' experts.
 
 Sorted rows have the size that any routing may need. XLA gathers all of them, and for a token's sum reads a row for each
-of its slots, also those of other devices. These kernels touch only the rows that are used.
+of its slots, also those of other devices. These kernels touch only the rows that are used; of fewer slots `place_rows`
+writes each token to those of its rows that are this device's.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from jax import lax
 from jmx import grouping
 from jmx.engines import grouped
 from jmx.grouping import Blocks, Work
-from jmx.pallas import defined, row_tiles
+from jmx.pallas import defined, place_rows, row_tiles
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Shaped
 
 MOST_CTAS = 1 << 11  # which take turns at the rows that are used: each that finds none takes time, too
-# Slots of all tokens, below which these kernels were no faster than XLA's: where a quarter of the experts, or fewer,
-# are the device's own, and where more are.
+# Slots of all tokens, below which these kernels were no faster: where a quarter of the experts, or fewer, are the
+# device's own, and where more are.
 LEAST_SLOTS_OF_A_QUARTER, LEAST_SLOTS = 1 << 12, 1 << 15
 
 
@@ -35,11 +36,11 @@ def applies(problem: Problem, num_slots: int) -> bool:
 
 
 def take(problem: Problem, x: Shaped[Array, "T H"], work: Work) -> Shaped[Array, "R H"]:
-    """The rows of x that sorted work reads; those after all blocks' rows hold anything."""
+    """The rows of x that sorted work reads; those of no assignment hold anything."""
     index = work.token_of_row
     assert index is not None
     if not applies(problem, work.row_of.size) or index.size * x.shape[1] >= row_tiles.MOST_ELEMENTS:
-        return _taken(x, index)
+        return place_rows.place(x, work.row_of, index)
     return _take(x, index, last_row(work.blocks), call=Take())[0]
 
 
@@ -73,7 +74,7 @@ class Take:
         return [jax.ShapeDtypeStruct((*index.shape, x.shape[1]), x.dtype)]
 
     def define(self, x: Shaped[Array, "T H"], index: Int32[Array, " R"], *_: Any) -> list[Shaped[Array, "R H"]]:
-        return [_taken(x, index)]
+        return [grouped.take_rows(x, index)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
         (out,) = self.shapes(*given)
@@ -111,12 +112,6 @@ class Combine:
 
 _take = defined.primitive("jmx_take_own_rows")
 _combine = defined.primitive("jmx_combine_own_rows")
-
-
-def _taken(x: Shaped[Array, "T H"], index: Int32[Array, " R"]) -> Shaped[Array, "R H"]:
-    if x.dtype.itemsize == 2 and x.shape[1] % 2 == 0:
-        return grouped.take_pairs(x, index)
-    return x.at[index].get(mode="promise_in_bounds")
 
 
 def _take_tiles(x: Any, index: Any, end: Any, out: Any) -> None:

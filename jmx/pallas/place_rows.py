@@ -1,7 +1,8 @@
 """Sorted rows of tokens: each token is read once and written to the rows of all its assignments, in one Triton kernel.
 
 XLA gathers instead: for each row the token's row of x is looked up and read again, from memory if x is larger than what
-the L2 cache keeps.
+the L2 cache keeps. It does so for rows of no assignment, too: half of them where half of the experts are another
+device's.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from jmx.util.typing import Array, Float, Int32, Shaped
 
 
 def place(x: Float[Array, "T H"], row_of: Int32[Array, "T k"], token_of_row: Int32[Array, " R"]) -> Float[Array, "R H"]:
-    """Rows (R, H) of x, 16 bits an element and H even, by a routing's `Work`; rows of no assignment hold anything."""
+    """Rows (R, H) of x, 16 or 32 bits an element, by a routing's `Work`; those of no assignment hold anything."""
     if token_of_row.size * x.shape[1] >= row_tiles.MOST_ELEMENTS:
-        return grouped.take_pairs(x, token_of_row)
+        return grouped.take_rows(x, token_of_row)
     return _place(x, row_of, token_of_row, call=Place())[0]
 
 
@@ -34,7 +35,7 @@ class Place:
 
     def define(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
         x, _, token_of_row = given
-        return [grouped.take_pairs(x, token_of_row)]
+        return [grouped.take_rows(x, token_of_row)]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
         (out,), (x, row_of, _) = self.shapes(*given), given

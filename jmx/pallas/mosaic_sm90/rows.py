@@ -7,7 +7,7 @@ from jmx.engines import grouped
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.pallas import own_rows, place_rows
+from jmx.pallas import own_rows
 from jmx.pallas.activation.columns import EIGHTS, Order, split
 from jmx.pallas.mosaic_sm90 import rounded_inputs
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
@@ -70,10 +70,7 @@ def sorted_rows(
     # Each token is rounded once, not each of its rows, unless these have their routing weights.
     given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
     if order is None:
-        if problem.num_routed is None:
-            rows = place_rows.place(given.values, work.row_of, work.token_of_row)
-        else:
-            rows = own_rows.take(problem, given.values, work)
+        rows = own_rows.take(problem, given.values, work)
         rows = grouped.weigh(problem, rows, routing, work)
     else:
         users = expert_of_eight(routing, experts, work)
