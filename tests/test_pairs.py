@@ -60,7 +60,7 @@ def test_the_same_bits_as_by_other_collectives(
     x, logits = (jnp.asarray(rng.normal(size=(4 * T, width)), dtype) for width in (H, E))
     experts: Any = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias=True)
     mesh = jax.make_mesh((2, 2), ("dp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    axes = {"expert": "ep"} if names == "ep" else {"intermediate": "dp"}
+    axes: Any = {"expert": "ep"} if names == "ep" else {"intermediate": "dp"}
     experts = experts if names == "ep" else jmx.ShardedExperts.of(experts, 2)
     split = jmx.Split(**axes, tokens=("dp", "ep"), exchange="gather", mesh=mesh)
 

@@ -1,7 +1,7 @@
 """`gather` over two devices with many tokens: they swap tokens, and then results, by collective-permutes.
 
 One device has one other to send to, so an all-gather and a reduce-scatter are each one permute and what is its own. XLA
-has copy engines do permutes within a process if `xla_gpu_collective_permute_mode` says so, which send faster than
+has copy engines do permutes within a process if `xla_gpu_collective_permute_mode` is `peer`, which send faster than
 NCCL's kernels. A device's own tokens are its first ones, so that what is sent is in one piece.
 """
 
@@ -32,8 +32,8 @@ def both(arrays: tuple[Shaped[Array, "T _"], ...], axes: Names) -> list[Shaped[A
     """Rows of this device, and those of the other one behind them; the first array is the largest."""
     x, *others = arrays
     # Without the barrier XLA would copy all tokens after the others arrived, not its own while they are sent.
-    room = lax.optimization_barrier(jnp.pad(x, ((0, len(x)), (0, 0))))
-    tokens = lax.dynamic_update_slice(room, _swapped(x, axes), (len(x), 0))
+    space = lax.optimization_barrier(jnp.pad(x, ((0, len(x)), (0, 0))))
+    tokens = lax.dynamic_update_slice(space, _swapped(x, axes), (len(x), 0))
     return [tokens, *(jnp.concatenate([array, _swapped(array, axes)]) for array in others)]
 
 
