@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -139,7 +140,7 @@ class MoE(nn.Module):
             kind = _collection(name, given.format)
             array = nn.meta.unbox(self.param(name, init) if kind == "params" else self.variable(kind, name, init).value)
             of_placement = kind == "placement"  # its shapes depend on the number of ranks
-            arrays[name] = array if of_placement else _checked(name, array, like, inner(abstract).layout)
+            arrays[name] = array if of_placement else _checked(name, array, like, inner(abstract).layout, given.axes)
         self.weights = abstract.with_arrays(arrays)
         self.adapters = self._adapters(given, abstract, boxed)
         if given.router:
@@ -167,7 +168,7 @@ class MoE(nn.Module):
             value = drawn[name] if drawn else jnp.empty(shape, matrix.dtype)
             init = boxed(lambda *_, value=value: value, names)
             array = nn.meta.unbox(self.variable("lora", name, init).value)
-            arrays[name] = _checked(name, array, jax.ShapeDtypeStruct(shape, matrix.dtype), "lora")
+            arrays[name] = _checked(name, array, jax.ShapeDtypeStruct(shape, matrix.dtype), "lora", given.axes)
         return Skeleton.of(like).with_arrays(arrays)
 
     def __call__(
@@ -349,14 +350,15 @@ def _abstract(given: Arguments, stored: Mapping[str, Any], form: Form | None = N
 
 
 class _Partitioned(nn.Partitioned):
-    """A box whose value is constrained along Auto mesh axes only.
+    """A box whose value is constrained along Auto mesh axes only, and where it is traced.
 
-    Explicit axes are in the type of the value already, and inside `jax.shard_map` it is a device's part.
+    Explicit axes are in the type of the value already, and inside `jax.shard_map` it is a device's part. An array is
+    where it is, perhaps on another mesh than the one in scope, to which a call moves it.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         only_auto = {*jax.sharding.get_abstract_mesh().axis_types} <= {AxisType.Auto}
-        return super().unbox(apply_constraint and only_auto)
+        return super().unbox(apply_constraint and only_auto and isinstance(self.value, Tracer))
 
 
 def _with_partitioning(init: Any, names: tuple[Any, ...]) -> Any:
@@ -371,10 +373,14 @@ def _with_partitioning(init: Any, names: tuple[Any, ...]) -> Any:
     return boxed
 
 
-def _checked(name: str, array: Shaped[Array, "..."], like: jax.ShapeDtypeStruct, layout: str) -> Shaped[Array, "..."]:
+def _checked(
+    name: str, array: Shaped[Array, "..."], like: jax.ShapeDtypeStruct, layout: str, axes: Axes | None
+) -> Shaped[Array, "..."]:
     # Flax checks the shapes of params only, and no dtypes.
     if (array.dtype, array.shape) != (like.dtype, like.shape):
+        over = f", with `axes` (={dict(axes)}) and the mesh in scope: make the variables with it" if axes else ""
         raise ValueError(
             f"`{name}` ({array.dtype}{list(array.shape)}) must be {like.dtype}{list(like.shape)} in layout {layout!r}"
+            + over
         )
     return array

@@ -194,7 +194,7 @@ def varying_alike(*trees: Any) -> Any:
 
     Nothing moves. The cotangent of an array that did not vary is summed over the devices.
     """
-    return _vary(trees, _varying(trees))
+    return _vary(trees, varying_axes(trees))
 
 
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*arguments: Any) -> Any:
-        axes = _varying(arguments)
+        axes = varying_axes(arguments)
         if not axes:
             return function(*arguments)
         manual = {*jax.sharding.get_abstract_mesh().manual_axes}  # no other axis becomes Manual
@@ -219,7 +219,8 @@ def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _varying(tree: Any) -> set[str]:
+def varying_axes(tree: Any) -> set[str]:
+    """The Manual mesh axes along which any array of a pytree varies, by its type."""
     return {axis for leaf in jax.tree.leaves(tree) for axis in jax.typeof(leaf).manual_axis_type.varying}
 
 

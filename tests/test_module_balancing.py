@@ -64,6 +64,26 @@ def test_nothing_is_compiled_for_a_second_placement(axis_kind: str, axes: Any) -
         assert all(a is b for a, b in zip(layer.held.experts.arrays().values(), before.values(), strict=False))
 
 
+@pytest.mark.parametrize("axes", [AXES, SHARDED], ids=["slots", "slots of shards"])
+def test_experts_of_an_axis_of_one_device_move_too(axes: Any) -> None:
+    y, _ = whole(Kind(), "nnx")
+    with jax.set_mesh(mesh_of("auto", (8, 1))):
+        layer = layer_of(axes)
+        reverse = table(layer)[::-1]
+        rebalance(layer, Placement.of(np.asarray(reverse), num_experts=E, num_ranks=1))
+        assert table(layer) == reverse != reverse[::-1]
+        assert relative_error(layer(X, mask=MASK), y) <= 1e-5
+        rebalance(layer, COUNTS)  # no copy is on another rank: any placement is as good
+        assert relative_error(layer(X, mask=MASK), y) <= 1e-5
+
+
+def test_a_layer_that_was_made_for_another_mesh_names_the_remedy() -> None:
+    with jax.set_mesh(mesh_of("auto", (8, 1))):
+        layer = layer_of(spare=3)
+    with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match=r"the 11 slots evenly, over 4 .* mesh in scope"):
+        layer(X)
+
+
 @pytest.mark.parametrize("axis_kind", KINDS)
 def test_counts_are_those_of_all_devices(axis_kind: str) -> None:
     alone = Kind().module("nnx")

@@ -77,6 +77,18 @@ def test_calls_and_gradients_are_those_of_one_device(
         assert relative_error(jax.jit(jax.grad(loss(function)))(x, weights), dx) <= 1e-5
 
 
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("form", ["hidden", "slots and hidden"])
+def test_an_axis_of_one_device_may_divide_the_hidden_axis(form: str, module: str) -> None:
+    """Of tokens that are the same along it, whose results have to be of a type that does not vary."""
+    kind, (axes, spare) = Kind(), FORMS[form]
+    mesh = mesh_of("auto", (8, 1))
+    function, weights = made(kind, module, {**axes, "token": None}, mesh, spare)
+    with jax.set_mesh(mesh):
+        assert relative_error(jax.jit(function)(weights, X, MASK), whole(kind, module)[0]) <= 1e-5
+        assert relative_error(jax.jit(jax.grad(loss(function)))(X, weights), whole(kind, module)[1]) <= 1e-5
+
+
 @pytest.mark.parametrize("form", ["experts and shards", "slots of shards", "experts and hidden"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("axis_kind", KINDS)

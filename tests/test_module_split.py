@@ -202,6 +202,16 @@ def test_without_a_mesh_in_scope(module: str) -> None:
     assert "shard_map" not in str(jax.make_jaxpr(alone)(its, X, MASK))
 
 
+@pytest.mark.parametrize("call", ["eager", "jit"])
+@pytest.mark.parametrize("made_on", ["one device", "another mesh"])
+@pytest.mark.parametrize("module", ["nnx", "linen"])
+def test_weights_that_are_elsewhere_are_moved_to_the_mesh_in_scope(module: str, made_on: str, call: str) -> None:
+    function, weights = divided(module, "auto")[1:] if made_on == "another mesh" else made(module, AXES)
+    with jax.set_mesh(mesh_of(shape=(4, 2))):
+        y = (jax.jit(function) if call == "jit" else function)(weights, X, MASK)
+    assert relative_error(y, whole(module)[0]) <= 1e-5
+
+
 def test_the_layer_itself_is_an_argument_of_jit() -> None:
     mesh = mesh_of()
     with jax.set_mesh(mesh):
@@ -222,7 +232,7 @@ def test_the_layer_itself_is_an_argument_of_jit() -> None:
     [
         (
             {"expert": "ep", "intermediate": "dp"},
-            r"must be axes of 1 device for weights that are not in shards|must be uint8\[2, 8",
+            r"must be axes of 1 device for weights that are not in shards|must be uint8\[2, 8.*`axes`.* and the mesh",
         ),
         ({"expert": "ep", "token": "zz"}, r"must name axes of the mesh, \('dp', 'ep'\), not 'zz'"),
     ],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmx import meshes
 from jmx.experts import Experts, ShardedExperts, has_expert_axis
 from jmx.experts.arrays import expected_shapes
 from jmx.meshes import MeshAxes, names_of
@@ -72,7 +73,7 @@ def gather_hidden(
     """
     ways = prod(lax.axis_size(axis) for axis in axes)
     if ways == 1:
-        return experts
+        return experts.with_arrays({name: _whole(array, axes, varying) for name, array in experts.arrays().items()})
     shards = experts.shards if isinstance(experts, ShardedExperts) else experts
     wanted = expected_shapes(shards)
     if isinstance(experts, ShardedExperts) and experts.down_bias is not None:
@@ -83,6 +84,12 @@ def gather_hidden(
         if parts := [axis for axis, (size, whole) in enumerate(sizes) if size * ways == whole]:
             arrays[name] = _gathered(array, axes, varying, parts[0])
     return experts.with_arrays(arrays)
+
+
+def _whole(array: Shaped[Array, "..."], axes: tuple[str, ...], varying: tuple[str, ...]) -> Shaped[Array, "..."]:
+    """An array that axes of one device each divide: the same, of a type that varies along those of `varying` only."""
+    of_type = tuple(name for name in axes if name not in varying and name in meshes.varying_axes(array))
+    return _gathered(array, of_type, (), 0) if of_type else array
 
 
 def _gathered(

@@ -188,11 +188,11 @@ def adapter_specs(split: Split, adapters: Adapters | None) -> Any:
 
 def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
     """Raises ValueError unless the mesh divides the experts, and their shards, evenly."""
-    sizes = {"expert": num_experts(experts)}
+    sizes = {"slots" if isinstance(experts, PlacedExperts) else "experts": num_experts(experts)}
     if isinstance(experts, PlacedExperts):
         experts = experts.experts
     if isinstance(experts, ShardedExperts):
-        sizes["intermediate"] = experts.num_shards
+        sizes["shards"] = experts.num_shards
     elif split.names("intermediate"):
         raise ValueError(
             f"`intermediate` (={split.intermediate!r}) must be None for jmx.Experts: gate and up have to be divided "

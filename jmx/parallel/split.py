@@ -20,6 +20,17 @@ AnyMesh = Mesh | AbstractMesh
 LOGICAL_AXES = ("expert", "tokens", "intermediate", "hidden")
 
 
+# What mesh axes divide: by which field of `Split`, and what to do where they do not divide it evenly.
+_DIVIDED = {
+    "experts": (
+        "expert",
+        "place them in slots, of which there may be more than experts: jmx.parallel.PlacedExperts",
+    ),
+    "slots": ("expert", "make the placement for as many ranks, or the module with the mesh in scope (jax.set_mesh)"),
+    "shards": ("intermediate", "make as many shards, or a multiple: jmx.ShardedExperts.of(experts, num_shards)"),
+}
+
+
 @dataclass(frozen=True)
 class Split:
     """Which mesh axes divide the experts, the tokens and the experts' intermediate axis of a call. Static.
@@ -145,19 +156,15 @@ class Split:
             raise ValueError(f"`split` (={self}) must name axes of the mesh, {mesh.axis_names}, not {_quoted(missing)}")
         return mesh
 
-    def check_sizes(self, mesh: AnyMesh, sizes: dict[str, int]) -> None:
-        """Raises ValueError unless the mesh divides sizes, by "expert" or "intermediate", evenly."""
-        remedies = {
-            "expert": "place them in slots, of which there may be more than experts: jmx.parallel.PlacedExperts",
-            "intermediate": "make as many shards, or a multiple: jmx.ShardedExperts.of(experts, num_shards)",
-        }
-        whats = {"expert": "experts", "intermediate": "shards"}
-        for field, size in sizes.items():
+    def check_sizes(self, mesh: AnyMesh, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError unless the mesh divides sizes, by "experts", "slots" or "shards", evenly."""
+        for what, size in sizes.items():
+            field, remedy = _DIVIDED[what]
             devices = prod(mesh.shape[name] for name in self.names(field))
             if size % devices:
                 raise ValueError(
-                    f"`{field}` (={getattr(self, field)!r}) must divide the {size} {whats[field]} evenly, over "
-                    f"{devices} devices: {remedies[field]}"
+                    f"`{field}` (={getattr(self, field)!r}) must divide the {size} {what} evenly, over {devices} "
+                    f"devices: {remedy}"
                 )
 
     def __repr__(self) -> str:
