@@ -36,6 +36,9 @@ def _reads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--cache-tokens", "100"], "`--cache-tokens` (=100) must be at least `--max-length` (="),
         (["--max-length", "5000"], "`--max-length` (=5000) must be at most 1024, the model's context"),
         (["--mesh", "ep"], "`--mesh` (='ep') must be axes as NAME=SIZE"),
+        (["--mesh", "zz=2"], "must have axes that divide something, and ['zz'] do not"),
+        (["--mesh", "ep=2", "--mesh-axes", "kv=ep"], "`axes` (={'kv': ('ep',)}) must have keys among"),
+        (["--mesh", "ep=2", "--mesh-axes", "heads=tp"], "`axes['heads']` (='tp') must be an axis of the mesh"),
         (["--mesh", "ep=2,dp=3"], "`--max-users` (=64) must be a multiple of 3, the groups of devices"),
         (
             ["--mesh", "ep=3", "--mesh-axes", "token=ep,expert=none,heads=none"],

@@ -1,6 +1,6 @@
 """How the axes of a mesh divide a whole model: its experts, its heads, and the rows of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -58,27 +58,10 @@ class ModelSplit:
 
         Raises:
             TypeError: no mesh of devices, or axes that are no names.
-            ValueError: unknown keys, axes that the mesh lacks, axes of the mesh that divide nothing, or one that
-                divides two things that it cannot divide at once.
+            ValueError: as `axes_of`.
         """
         check_instance("mesh", mesh, Mesh, "a jax.sharding.Mesh")
-        given = {} if axes is None else dict(check_instance("axes", axes, Mapping, "a mapping to mesh axes"))
-        if unknown := [key for key in given if key not in DEFAULT_AXES]:
-            raise ValueError(f"`axes` (={given}) must have keys among {[*DEFAULT_AXES]}, not {unknown}")
-        found: dict[str, Names] = {}
-        for key, default in DEFAULT_AXES.items():
-            if key in given:
-                found[key] = _names(key, given[key], mesh)
-            else:
-                found[key] = tuple(name for name in default if name in mesh.axis_names)
-        if unused := [name for name in mesh.axis_names if not any(name in names for names in found.values())]:
-            raise ValueError(
-                f"`mesh` (axes {mesh.axis_names}) must have axes that divide something, and {unused} do not: by "
-                f"default {_described(DEFAULT_AXES)}; others are named in `axes`"
-            )
-        for one, other in (("expert", "intermediate"), ("heads", "token")):
-            if both := {*found[one]} & {*found[other]}:
-                raise ValueError(f"`axes` must not divide both {one!r} and {other!r} by {sorted(both)}: {found}")
+        found = axes_of(mesh.axis_names, axes)
         kinds = (AxisType.Auto,) * len(mesh.axis_names)
         return cls(Mesh(mesh.devices, mesh.axis_names, axis_types=kinds), **found)
 
@@ -170,12 +153,44 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(array, sharding)
 
 
-def _names(key: str, given: Any, mesh: Mesh) -> Names:
+def axes_of(names: Sequence[str], axes: Mapping[str, MeshAxes] | None = None) -> dict[str, Names]:
+    """The mesh axes that divide each thing of `DEFAULT_AXES`, of a mesh with axes of these names. Needs no devices.
+
+    Args:
+        names: of the mesh's axes.
+        axes: see `ModelSplit.of`.
+
+    Raises:
+        TypeError: axes that are no names.
+        ValueError: unknown keys, axes that the mesh lacks, axes of the mesh that divide nothing, or one that divides
+            two things that it cannot divide at once.
+    """
+    given = {} if axes is None else dict(check_instance("axes", axes, Mapping, "a mapping to mesh axes"))
+    if unknown := [key for key in given if key not in DEFAULT_AXES]:
+        raise ValueError(f"`axes` (={given}) must have keys among {[*DEFAULT_AXES]}, not {unknown}")
+    found: dict[str, Names] = {}
+    for key, default in DEFAULT_AXES.items():
+        if key in given:
+            found[key] = _names(key, given[key], tuple(names))
+        else:
+            found[key] = tuple(name for name in default if name in names)
+    if unused := [name for name in names if not any(name in named for named in found.values())]:
+        raise ValueError(
+            f"`mesh` (axes {tuple(names)}) must have axes that divide something, and {unused} do not: by default "
+            f"{_described(DEFAULT_AXES)}; others are named in `axes`"
+        )
+    for one, other in (("expert", "intermediate"), ("heads", "token")):
+        if both := {*found[one]} & {*found[other]}:
+            raise ValueError(f"`axes` must not divide both {one!r} and {other!r} by {sorted(both)}: {found}")
+    return found
+
+
+def _names(key: str, given: Any, axes: Names) -> Names:
     names = names_of(given)
     for name in names:
         check_instance(f"axes[{key!r}]", name, str, "the name of a mesh axis, a tuple of those, or None")
-        if name not in mesh.axis_names:
-            raise ValueError(f"`axes[{key!r}]` (={name!r}) must be an axis of the mesh, one of {mesh.axis_names}")
+        if name not in axes:
+            raise ValueError(f"`axes[{key!r}]` (={name!r}) must be an axis of the mesh, one of {axes}")
     if len({*names}) < len(names):
         raise ValueError(f"`axes[{key!r}]` (={names}) must not name a mesh axis twice")
     return names
