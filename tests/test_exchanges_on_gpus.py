@@ -22,7 +22,7 @@ from model_steps import relative_error
 
 import jmx
 from jmx.ffi.peer import collectives
-from jmx.parallel import needed, pairs, peer
+from jmx.parallel import needed, peer
 
 E, H, T, K = 16, 384, 8, 4  # T tokens a device
 AXES = "dp", "ep"
@@ -61,7 +61,7 @@ class Battery:
     Args:
         sizes: of the mesh axes.
         exchanges: with the numbers of chunks; "peer_arrays" is `peer` from array to array, "peer_needed" likewise, but
-            of rows that are needed; "gather_swapped" is `gather` by permutes, over an axis of two devices.
+            of rows that are needed.
         num_calls: with delays.
     """
 
@@ -82,15 +82,13 @@ class Battery:
         self.programs: dict[str, list[Any]] = {}
         with ThreadPoolExecutor() as pool:
             for exchange, chunks in exchanges:
-                name = exchange.removesuffix("_needed").removesuffix("_arrays").removesuffix("_swapped")
+                name = exchange.removesuffix("_needed").removesuffix("_arrays")
                 split = jmx.Split(expert="ep", tokens=AXES, exchange=name, chunks=chunks, mesh=mesh)
                 body = partial(calls_with_delays, split=dataclasses.replace(split, mesh=None))
                 late = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
                 with contextlib.ExitStack() as stack:
                     if exchange == "peer_arrays":
                         stack.enter_context(mock.patch.object(collectives, "LEAST_ARRAY_BYTES", 0))
-                    if exchange == "gather_swapped":
-                        stack.enter_context(mock.patch.object(pairs, "LEAST_BYTES", 0))
                     if exchange == "peer_needed":
                         stack.enter_context(mock.patch.object(needed, "LEAST_BYTES", 0))
                         stack.enter_context(mock.patch.object(needed, "MOST_SHARE", 1.0))
@@ -103,8 +101,6 @@ class Battery:
                 texts = [its.as_text() for its in (lowered[0], lowered[2])]
                 if exchange == "peer_needed" and sizes[1] > 1:
                     assert all("jmx_peer_gather_needed" in text for text in texts)
-                if exchange == "gather_swapped" and sizes[1] == 2:
-                    assert all("collective_permute" in text for text in texts)
                 if name == "peer" and chunks == 1 and sizes[1] > 1:
                     assert all("jmx_peer_scatter_terms" in text for text in texts)
                 self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
@@ -129,7 +125,7 @@ def battery(shape: str) -> Battery | None:
     if shape == "2xN/2" and (count % 2 or count < 4):
         return None
     sizes = {"1xN": (1, count), "2xN/2": (2, count // 2), "Nx1": (count, 1)}[shape]
-    exchanges = [("gather", 1), ("gather_swapped", 1), ("rows", 1)]
+    exchanges = [("gather", 1), ("rows", 1)]
     if not peer.fault(2):
         exchanges += [("peer", 1), ("peer_lines", 1), ("peer_arrays", 1)]
         exchanges += [("peer", 3), ("peer_needed", 1), ("peer_needed", 3)]

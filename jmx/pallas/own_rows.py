@@ -56,14 +56,7 @@ def combine(
     if not applies(problem, work.row_of.size) or parts.size >= row_tiles.MOST_ELEMENTS:
         return grouping.combine(parts, work, weights).astype(dtype)
     rest = () if weights is None else (weights,)
-    return sums(dtype, parts, work.row_of, *rest)
-
-
-def sums(
-    dtype: Any, parts: Float[Array, "P R H"], row_of: Int32[Array, "T k"], *weights: Float[Array, "T k"]
-) -> Float[Array, "T H"]:
-    """The weighted sum over each token's rows, of `dtype`; rows of -1 add nothing."""
-    return _combine(parts, row_of, *weights, call=Combine(jnp.dtype(dtype)))[0]
+    return _combine(parts, work.row_of, *rest, call=Combine(jnp.dtype(dtype)))[0]
 
 
 def combine_of(problem: Problem, dtype: Any) -> Callable[..., Float[Array, "T H"]]:

@@ -6,17 +6,14 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from jmx.meshes import Names
-from jmx.parallel import pairs
 from jmx.parallel.chunks import fault, in_chunks
-from jmx.parallel.exchange import Call, Here, Local
+from jmx.parallel.exchange import Call, Here
 from jmx.parallel.packed_rows import together
 from jmx.parallel.wire import Coded, Collective
 from jmx.routing import Logits, Routing
 from jmx.routing.leading import arrays_of, with_arrays
-from jmx.util.primals import differentiate_as
 from jmx.util.typing import Array, Float, Shaped
 
 
@@ -42,43 +39,14 @@ class Gather:
 
     def apply(self, call: Call, x: Float[Array, "T H"], routing: Any, here: Here) -> Float[Array, "T H"]:
         """See `jmx.parallel.exchange.Exchange`."""
-        exchange = _swapped if pairs.applies(call) else _gathered_and_scattered
-        return exchange(call, here.local, x, routing, here.arrays)
 
+        def send(x: Float[Array, "t H"], routing: Any) -> tuple[Float[Array, "nt H"], Any]:
+            return gathered(Coded(call.wire, _by_xla), call.axes, x, routing)
 
-def _gathered_and_scattered(
-    call: Call, local: Local, x: Float[Array, "T H"], routing: Any, arrays: Any
-) -> Float[Array, "T H"]:
-    """The results of this device's tokens, inside `jax.shard_map`."""
+        def give_back(results: Float[Array, "nt H"]) -> Float[Array, "t H"]:
+            return lax.psum_scatter(results, call.axes, scatter_dimension=0, tiled=True)
 
-    def send(x: Float[Array, "t H"], routing: Any) -> tuple[Float[Array, "nt H"], Any]:
-        return gathered(Coded(call.wire, _by_xla), call.axes, x, routing)
-
-    def give_back(results: Float[Array, "nt H"]) -> Float[Array, "t H"]:
-        return lax.psum_scatter(results, call.axes, scatter_dimension=0, tiled=True)
-
-    return in_chunks(call.chunks, send, partial(local, arrays), give_back, x, routing)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _swapped(call: Call, local: Local, x: Float[Array, "T H"], routing: Any, arrays: Any) -> Float[Array, "T H"]:
-    """`_gathered_and_scattered` of two devices by permutes, where it is neither differentiated nor vmapped."""
-
-    @custom_vmap
-    def at_once(x: Any, routing: Any, arrays: Any) -> Float[Array, "T H"]:
-        everyones = gathered(Coded(call.wire, pairs.both), call.axes, x, routing)
-        return pairs.returned(call, local(arrays, *everyones, False), x.dtype)
-
-    @at_once.def_vmap
-    def of_batch(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Float[Array, "B T H"], bool]:
-        axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
-        run = partial(_gathered_and_scattered, call, local)
-        return jax.vmap(run, axes, axis_size=axis_size)(*arguments), True
-
-    return at_once(x, routing, arrays)
-
-
-differentiate_as(_swapped, _gathered_and_scattered)
+        return in_chunks(call.chunks, send, partial(here.local, here.arrays), give_back, x, routing)
 
 
 def gathered(
