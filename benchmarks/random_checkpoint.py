@@ -39,7 +39,7 @@ _POOL = 1 << 26  # bytes
 
 
 class _Pool:
-    """Random bytes by kind. Each tensor has the first ones, and again from the first on where it has more."""
+    """Random bytes by kind. Each tensor gets the first ones, repeated if it is larger."""
 
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)

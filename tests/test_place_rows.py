@@ -10,7 +10,7 @@ from jmx.grouping import Cut
 from jmx.pallas import place_rows, row_tiles
 
 INTERPRETED = pytest.mark.usefixtures("on_cpu")
-SIZES = [(9, 2, 4, 50), (24, 4, 5, 96), (33, 1, 3, 640)]  # tokens, slots, experts, columns
+SIZES = [(9, 2, 4, 50), (24, 4, 5, 96), (33, 1, 3, 640), (17, 3, 5, 51)]  # tokens, slots, experts, columns
 
 
 def draw(rng, sizes, dtype):

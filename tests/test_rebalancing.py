@@ -524,6 +524,18 @@ def test_arrays_that_are_not_split_over_the_ranks_are_named(small, how):
     assert layers[0] is small  # nothing moved
 
 
+def test_slots_of_one_rank_that_several_devices_split_are_named(small):
+    mesh = mesh_of((2, 2))
+    placement = Placement.of(np.arange(8), num_experts=8, num_ranks=1)
+    arrays = {
+        name: jax.device_put(np.asarray(array), NamedSharding(mesh, P("ep")))
+        for name, array in small.experts.arrays().items()
+    }
+    placed = PlacedExperts(small.experts.with_arrays(arrays), placement)
+    with pytest.raises(ValueError, match="must be split along its first axis over 1"):
+        move(placed, Placement.of(np.arange(8)[::-1].copy(), num_experts=8, num_ranks=1))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -114,7 +114,10 @@ class Format:
 
     @property
     def needs_whole_blocks(self) -> bool:
-        """Whether kernels take rows of whole blocks alone: all but FP8, where padding is 0 whatever the scale."""
+        """Whether kernels take rows of whole blocks alone.
+
+        Not those of FP8 with float scales, where padding is 0 whatever the scale, nor those of a scale a row.
+        """
         short_fp8 = self.short_block and self.element_dtype == _E4M3
         return self.block_size != WHOLE_ROW and not short_fp8
 

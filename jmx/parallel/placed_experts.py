@@ -120,10 +120,7 @@ class PlacedExperts:
             ValueError: arrays that are not split alike over as many devices as the placement has ranks.
         """
         slots = by_slot(self.experts)
-        found = {
-            name: _axis_split(array, slot_axis(self.experts, name), self.placement.num_ranks)
-            for name, array in slots.items()
-        }
+        found = {name: _axis_split(array, slot_axis(self.experts, name)) for name, array in slots.items()}
         for name, split in found.items():
             ranks = None if split is None else prod(split[0].shape[axis] for axis in split[1])
             if ranks != self.placement.num_ranks:
@@ -142,17 +139,17 @@ class PlacedExperts:
         return split
 
 
-def _axis_split(array: Any, axis: int, ranks: int) -> tuple[Mesh, tuple[str, ...]] | None:
-    """The mesh and its axes that split an axis of an array over ranks; None if none do."""
+def _axis_split(array: Any, axis: int) -> tuple[Mesh, tuple[str, ...]] | None:
+    """The mesh, and its axes of several devices that split an axis of an array; None if it is on no mesh.
+
+    Axes of one device are left out, as jax may leave them out of an array's type.
+    """
     sharding = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         return None
     assert isinstance(sharding.mesh, Mesh)
-    if ranks == 1:  # no axis, or one of one device, which jax may leave out
-        return sharding.mesh, ()
-    if len(sharding.spec) <= axis or sharding.spec[axis] is None:
-        return None
-    return sharding.mesh, names_of(sharding.spec[axis])
+    names = names_of(sharding.spec[axis]) if axis < len(sharding.spec) else ()
+    return sharding.mesh, tuple(name for name in names if sharding.mesh.shape[name] > 1)
 
 
 def by_slot(experts: Experts | ShardedExperts) -> dict[str, Shaped[Any, "..."]]:

@@ -96,17 +96,17 @@ def _divisions(
     """How those of the splits that run divide the calls with each token count. ValueError for one that runs at none."""
     found: dict[int, list[Division]] = {count: [] for count in tokens}
     for split in splits:
-        refusals = []
+        rejections = []
         for count in found:
             its = division(shape, count, mesh, split)
             if its.call is None or its.chosen is not None:
                 found[count].append(its)
                 continue
-            asked = [(name, no) for name, _, no in its.trail if split.exchange in (None, name)]
-            refusals.append("; ".join(f"{name}: {no}" for name, no in asked))
-            progress(f"{split} does not run with {count} tokens a device: {refusals[-1]}")
-        if len(refusals) == len(found):
-            raise ValueError(f"`exchange` (={split.exchange!r}) cannot run this call: {refusals[0]}")
+            asked = [(name, reason) for name, _, reason in its.trail if split.exchange in (None, name)]
+            rejections.append("; ".join(f"{name}: {reason}" for name, reason in asked))
+            progress(f"{split} does not run with {count} tokens a device: {rejections[-1]}")
+        if len(rejections) == len(found):
+            raise ValueError(f"`exchange` (={split.exchange!r}) cannot run this call: {rejections[0]}")
     return {count: divided for count, divided in found.items() if divided}
 
 

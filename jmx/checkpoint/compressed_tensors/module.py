@@ -260,7 +260,8 @@ class Module:
     def kept(self) -> dict[str, Shaped[np.ndarray, "..."]]:
         """The tensors that `module_tensors` needs, beside the arrays, to write the same bytes."""
         is_other_shape = self.format.name == "fp8_tensor" or len(self.pieces["weight_scale"].shape) == 1
-        is_other_dtype = self._scales_are_e8m0 or self.pieces["weight_scale"].dtype == "F8_E8M0"  # of MX formats U8
+        # Scales of MX formats are written as U8.
+        is_other_dtype = self._scales_are_e8m0 or self.pieces["weight_scale"].dtype == "F8_E8M0"
         is_other = is_other_shape or is_other_dtype or self._is_fnuz
         names = (*KEPT, *self._unread, *["weight_scale"] * is_other, *["weight"] * self._is_fnuz)
         return {name: self.pieces[name].view() for name in names if name in self.pieces}

@@ -9,14 +9,15 @@ from jmx.pallas.sm90.tiles import TILE
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # an upper bound for barriers, alignment and unused buffers
 _BY_EIGHT = 64  # rows of a block, above which the kernel is compiled for half as many widths
-# From so many rows of a block on, those of more than three quarters are again compiled for by 8, if the kernel has at
-# most so many widths then: experts with more rows than a block has are divided into blocks of about that size.
+# Blocks of at least `_LARGE_BLOCK` rows are also compiled for all multiples of 8 above three quarters of their size,
+# unless the kernel then has more than `_MOST_WIDTHS` widths: experts with more rows than a block has are divided into
+# blocks of about that size.
 _LARGE_BLOCK, _MOST_WIDTHS = 128, 9
 _LEAST_OF_FOUR = 40  # rows of a block, from which stages of four tiles were faster than of three
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
 _OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator
-# Assignments up to which tiles are so few that warpgroups share each one's columns; and that `down` is split, too.
+# Assignments up to which warpgroups share a tile's columns, and up to which `down` is also split along K.
 _MOST_SHARED, _MOST_SPLIT = 24, 8
 _MOST_OF_FIVE = 80  # rows of a block beside which five warpgroups have registers to dequantize every format
 

@@ -76,7 +76,7 @@ class RowRounder:
     """How a thread of the kernel rounds rows of h, once all of them are written: with references to global memory.
 
     Args:
-        rounding: to what.
+        rounding: the format, its static scale, and the columns.
         h: what is rounded.
         values, scales: what it becomes; see `Rounding.shapes`.
         static: the static scale (1,), or None.

@@ -30,7 +30,7 @@ class InputRows:
         columns: K, the number of columns that are read, a multiple of 8.
         format: an input format with e4m3 or int8 elements.
         num_rows: R, of the result. Rows that are not written have undefined contents.
-        weight_columns: those of the weight, so that the result has them in any case.
+        weight_columns: columns of the weight; the result has at least as many.
         scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row; None: not quantized yet.
     """
 

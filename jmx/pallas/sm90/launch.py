@@ -27,7 +27,7 @@ def persistent_kernel(
     Args:
         body: takes references to operands and outputs, and as `shared=` those to shared memory.
         backend: its name, with which the kernel's name begins.
-        outputs: shapes.
+        outputs: pytrees of shapes.
         shared: a NamedTuple of types in shared memory, which are allocated in this order.
     """
     return plgpu.kernel(
