@@ -99,6 +99,7 @@ def test_adapters_are_trained_and_merged(rng):
 
     losses = [step(layer, optimizer) for _ in range(3)]
     assert losses[-1] < losses[0]
+    assert layer.adapters is not None
     merged = merge(layer.experts, layer.adapters, dtype=jnp.float32)
     of_packed = merge(layer.experts.prepare("packed"), layer.adapters, dtype=jnp.float32)
     alone = layer.experts.dequantize(jnp.float32)
