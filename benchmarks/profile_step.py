@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Profiles a decoding step of gpt-oss on an NVIDIA GPU, and draws where its time goes.
+"""Profiles a decoding step of gpt-oss on a Hopper GPU, and draws where its time goes.
 
-    python benchmarks/profile_step.py capture profile.json --model gpt-oss-120b
+    python benchmarks/profile_step.py capture profile.json --model gpt-oss-120b --layers 6
     python benchmarks/profile_step.py draw profile.json docs/images/h200-step.svg
 
 `capture` makes random weights, computes prompts, and generates: some programs of `CHUNK` steps are timed alone, then
@@ -10,6 +10,7 @@ length, and of all whole steps recorded what each part takes. Launches of CUDA g
 """
 
 import argparse
+import dataclasses
 import itertools
 import pathlib
 import re
@@ -54,6 +55,7 @@ BEGINNINGS = {"jmx_heads": 1, "flash_decode": 2, "jmx_route": 5, "mosaic": 6} | 
     for kernel, part in {"heads": 1, "attention": 2, "out": 3, "router": 4}.items()
 }
 ATTENTION = tuple(its for its, part in BEGINNINGS.items() if part == 2)  # each layer has one such kernel
+EXPERTS = tuple(its for its, part in BEGINNINGS.items() if part == 6)
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|cublas|_dot")
 LAYERS_SHOWN = 2
 OVERLAP = 1.0  # us by which a kernel begins before the last one ends, if they are shown below each other
@@ -65,11 +67,12 @@ def main() -> int:
 
     def options(command: argparse.ArgumentParser) -> None:
         command.add_argument("--model", choices=PUBLISHED, default="gpt-oss-120b")
+        command.add_argument("--layers", type=int, help="of the model's, the first so many (default: all)")
         command.add_argument("--rows", type=int, default=1, help="prompts at once")
         command.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
 
     def capture_and_print(arguments: argparse.Namespace) -> dict[str, Any]:
-        profile = capture(arguments.model, arguments.rows, arguments.prompt)
+        profile = capture(arguments.model, arguments.rows, arguments.prompt, arguments.layers)
         print(table(profile))
         return profile
 
@@ -82,9 +85,14 @@ def main() -> int:
     )
 
 
-def capture(model: str, rows: int, prompt: int) -> dict[str, Any]:
+def capture(model: str, rows: int, prompt: int, layers: int | None = None) -> dict[str, Any]:
     """Times of steps with and without the profiler, what the parts take, and the kernels of one step."""
     config = PUBLISHED[model]
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ValueError(f"`layers` (={layers}) must be 1 to {config.num_hidden_layers}, those of {model}")
+        config = dataclasses.replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers])
+        model = f"{layers} layers of {model}"
     runner = Runner(from_source(random_source(config)))
     prompts = np.random.default_rng(0).integers(config.vocab_size, size=(rows, prompt)).tolist()
     generation = runner.generate(prompts, Sampler(), 1 + (2 + TIMED + RECORDED) * CHUNK)
@@ -115,12 +123,12 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
     found = steps[lengths.index(median)]
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(steps))
     launched: dict[str, list[int]] = defaultdict(lambda: [0] * len(steps))
-    for number, step in enumerate(steps):
+    for index, step in enumerate(steps):
         until = step[0].start
         for kernel, part in zip(step, parts_of(step), strict=True):
-            spent[part][number] += max(0.0, kernel.end - max(kernel.start, until))  # not beside the one before
+            spent[part][index] += max(0.0, kernel.end - max(kernel.start, until))  # not beside the one before
             until = max(until, kernel.end)
-            launched[part][number] += 1
+            launched[part][index] += 1
     first = found[0].start
     launches = sum(str(event.get("name")).startswith("cuGraphLaunch") for event in trace if event.get("ph") == "X")
     all_steps = sum(kernel.name.startswith(ATTENTION) for kernel in kernel_trace.kernels(trace)) / layers
@@ -140,19 +148,36 @@ def summary(trace: kernel_trace.Trace, layers: int) -> dict[str, Any]:
 
 
 def whole_steps(kernels: Sequence[Kernel], layers: int) -> Iterator[list[Kernel]]:
-    """Kernels of each step that is whole. It begins with the kernel that usually follows the longest pause."""
+    """Kernels of each step that is whole. It begins with the kernel that usually follows the logits and a pause."""
     attention = [i for i, kernel in enumerate(kernels) if kernel.name.startswith(ATTENTION)]
+    if len(attention) <= layers:
+        return
     apart = [kernels[b].start - kernels[a].start for a, b in itertools.pairwise(attention)]
     most = 2 * statistics.quantiles(apart, n=4)[0]  # between the last layer of a step and the next are the logits
     between = [range(attention[i] + 1, attention[i + 1] + 1) for i, us in enumerate(apart) if us > most]
-    longest = [max(its, key=lambda i: kernels[i].start - kernels[i - 1].end) for its in between]
-    first = statistics.mode(kernels[i].name for i in longest)
+    found = [after_logits(kernels, its) for its in between]
+    if not found:
+        return
+    first = statistics.mode(kernels[i].name for i in found)
     begins = [
-        next((i for i in its if kernels[i].name == first), found) for its, found in zip(between, longest, strict=True)
+        next((i for i in its if kernels[i].name == first), other) for its, other in zip(between, found, strict=True)
     ]
     for start, end in itertools.pairwise(begins):
         if sum(start <= i < end for i in attention) == layers:
             yield [*kernels[start:end]]
+
+
+def after_logits(kernels: Sequence[Kernel], between: range) -> int:
+    """The first kernel after the logits that follows a pause, from a step's last attention to the next one's first.
+
+    The logits are the longest kernel after the experts of the last layer. The host launches some kernels after them
+    alone, so there are several pauses, and others are before the logits: this is the first that is no short one.
+    """
+    experts = [i for i in between if kernels[i].name.startswith(EXPERTS)]
+    rest = range(experts[-1] + 1 if experts else between.start, between.stop)
+    logits = max(rest, key=lambda i: kernels[i].end - kernels[i].start)
+    pauses = {i: kernels[i].start - kernels[i - 1].end for i in range(logits + 1, between.stop)}
+    return next((i for i, us in pauses.items() if us >= max(pauses.values()) / 2), between.stop - 1)
 
 
 def parts_of(step: Sequence[Kernel]) -> list[str]:

@@ -44,6 +44,20 @@ def test_whole_steps_are_those_between_two_pauses():
     assert [[kernel.name for kernel in step] for step in steps] == [NAMES] * 3
 
 
+def test_the_longest_pause_of_a_step_may_be_before_its_logits():
+    """As with eight users: memory is set before the product of the logits, and the embedding follows the angles."""
+    layer = [*(f"jmx_few_tokens_{name}" for name in ("heads", "attention", "out", "router")), *WINDOW[-2:], *SUM]
+    names = ["angles", "embedding", *layer * LAYERS, "loop_convert_fusion", "Memset", "nvjet_sm90", *AFTER[:1], "count"]
+    pauses = {"angles": 1.4, "embedding": 2.2, "Memset": 1.4, "nvjet_sm90": 3.0}
+    found, end = [], 0.0
+    for name in 4 * names:
+        start = end + pauses.get(name, 0.1)
+        end = start + {"nvjet_sm90": 268.0, "mosaic_block_n8": 100.0}.get(name, 12.0)
+        found.append(Kernel(start, end, name))
+    steps = [*profile_step.whole_steps(found, LAYERS)]
+    assert [[kernel.name for kernel in step] for step in steps] == [names] * 2
+
+
 def test_each_kernel_is_in_its_part():
     embedding, heads, attention, output, router, routing, experts, combined, logits = profile_step.PARTS
     window = [heads, attention, output, router, routing, experts, combined]
@@ -78,6 +92,12 @@ def test_a_summary_adds_up():
     spent = sum(part["us"] for part in profile["parts"].values())
     assert spent + profile["idle_us"] == pytest.approx(profile["recorded_step_us"], abs=1)
     assert spent == pytest.approx(10 * (len(NAMES) - 1) + 500)
+
+
+@pytest.mark.parametrize("names", [[], ["loop_add_fusion"], WINDOW[1:2], WINDOW * 20], ids=str)
+def test_a_trace_without_steps_is_an_error(names):
+    with pytest.raises(RuntimeError, match=r"no step was recorded that has 2 kernels named .*is this a Hopper GPU"):
+        profile_step.summary(trace_of(kernels_of(names)), LAYERS)
 
 
 def test_kernels_of_a_trace_are_those_on_streams_in_order():
