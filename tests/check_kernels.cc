@@ -1,6 +1,6 @@
-// The kernels of jmx/ffi/peer/src on an emulated GPU: ranks gather and add up arrays many times, by slots, from array to
-// array, of rows that are needed, and of rows that are a token's terms, and each result is checked. Memory of results
-// begins as NaN.
+// The kernels of jmx/ffi/peer/src on an emulated GPU: ranks gather and add up arrays many times, by slots, from array
+// to array, of rows that are needed, and of rows that are a token's terms, and each result is checked. Memory of
+// results begins as NaN.
 //
 //     check_kernels RANKS CALLS
 #include "kernels.cu"

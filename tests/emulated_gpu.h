@@ -1,5 +1,5 @@
-// What the kernels of jmx/ffi/peer use of CUDA, on threads of a CPU: a CTA is a thread of the system, and the CTA's threads
-// take turns on it, each until it waits for others. Blocks run where they are launched by `RunCta`.
+// What the kernels of jmx/ffi/peer use of CUDA, on threads of a CPU: a CTA is a thread of the system, and the CTA's
+// threads take turns on it, each until it waits for others. Blocks run where they are launched by `RunCta`.
 #pragma once
 
 #include <ucontext.h>
@@ -66,7 +66,8 @@ inline void Start() {
 
 // Runs one CTA of a grid.
 inline void RunCta(unsigned block, unsigned blocks, unsigned threads, std::function<void()> kernel) {
-  Cta cta{std::vector<Thread>(threads), std::vector<Warp>(threads / 32), {}, {block}, {blocks}, 0, 0, 0, std::move(kernel)};
+  Cta cta{std::vector<Thread>(threads), std::vector<Warp>(threads / 32), {}, {block}, {blocks}, 0, 0, 0,
+          std::move(kernel)};
   running = &cta;
   for (Thread& thread : cta.threads) {
     getcontext(&thread.context);

@@ -14,8 +14,9 @@ constexpr int kMostSteps = 4;  // vectors of a row, for one thread
 constexpr int kMostColumns = kMostSteps * kThreads * kVector;
 constexpr int kDim = 64;  // of a head
 constexpr int kMostGroup = 8;  // queries that share a key: as many columns as tensor cores have
-// Of several tokens' products: threads of a CTA, columns that a warp multiplies at a time; groups of the first matrix and
-// rows of the result's in shared memory, rows of a CTA, and those on their way while attention runs; rows of the router.
+// Of several tokens' products: threads of a CTA, columns that a warp multiplies at a time; groups of the first matrix
+// and rows of the result's in shared memory, rows of a CTA, and those on their way while attention runs; rows of the
+// router.
 constexpr int kMostTokens = 8;
 constexpr int kFewThreads = 256, kFewWarps = kFewThreads / 32, kPair = 64;
 constexpr int kMostPairs = kMostColumns / kPair / kFewWarps, kFewPairs = 6;  // of a warp, and of one with
@@ -117,7 +118,8 @@ constexpr int FewAttentionBytes(const Call& call) {
 
 // Rows of the result's product that fit on an SM beside that; of each CTA the SM takes 1 KB.
 constexpr int FewOutSlots(const Call& call) {
-  const int bytes = (226 << 10) - FewAttentionBytes(call) - int(kBeforeFewOut), columns = call.kv_heads * call.group * kDim;
+  const int bytes = (226 << 10) - FewAttentionBytes(call) - int(kBeforeFewOut),
+            columns = call.kv_heads * call.group * kDim;
   const int fit = bytes / (columns * 2) / kGroupRows * kGroupRows;
   return fit < kMostOutSlots ? fit : kMostOutSlots;
 }
@@ -140,7 +142,8 @@ inline void Plan(const Call& call, Launch (&launches)[kNumKernels]) {
     launches[3] = {router_ctas, kFewThreads, sizeof(FewRouterShared), 1};
     return;
   }
-  launches[0] = {ctas(rows, kHeadsCtas * call.processors, kMostRows), kThreads + 32, kBeforeRing + kSlots * slot_bytes, 1};
+  launches[0] = {ctas(rows, kHeadsCtas * call.processors, kMostRows), kThreads + 32, kBeforeRing + kSlots * slot_bytes,
+                 1};
   launches[1] = {attention_ctas, kAttentionThreads, sizeof(AttentionShared), call.splits};
   launches[2] = {call.hidden / kOutRows, kThreads + 32, kBeforeRows + kOutRows * columns * 2, 1};
   launches[3] = {call.experts, kThreads, sizeof(float[kWarps][2]), 1};

@@ -178,7 +178,8 @@ ffi::Error Execute(Stream stream, int32_t ordinal, int64_t present, int64_t wind
       if (i > 0) attributes[number++] = {kOverlap, 0, {1}};
       const LaunchConfig config{
           {unsigned(ctas), 1, 1}, {unsigned(threads), 1, 1}, unsigned(shared_bytes), stream, attributes, number};
-      Check(driver().launch_extended(&config, gpu.functions[call.tokens > 1][i], parameters, nullptr), "cuLaunchKernelEx");
+      Check(driver().launch_extended(&config, gpu.functions[call.tokens > 1][i], parameters, nullptr),
+            "cuLaunchKernelEx");
     }
   });
 }

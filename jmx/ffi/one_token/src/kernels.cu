@@ -251,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(jmx::kFewThreads + 32, 2)  // for i
   if (copies) ring.AskForAll();
 }
 
-// An SM has registers for one of its CTAs beside one of the first product: 3 warps of 96 and 2 of 112 for each scheduler.
+// An SM has registers for one of its CTAs beside one of the first product: 3 warps of 96 and 2 of 112 for each
+// scheduler.
 extern "C" __global__ void __maxnreg__(112)
     jmx_few_tokens_attention(const __grid_constant__ jmx::Call call) {
   using namespace jmx;

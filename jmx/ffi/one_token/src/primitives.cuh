@@ -51,7 +51,8 @@ __device__ __forceinline__ bool Test(u64* barrier, u32 parity) {
 
 // Copies bytes, a multiple of 16; the barrier arrives once, when they have.
 __device__ __forceinline__ void Copy(void* to, const void* from, u32 bytes, u64* barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
+               : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    SharedAddress(to)),
                "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
@@ -95,7 +96,10 @@ __device__ __forceinline__ float LoadOf(u32 cta, const float* at) {
 // Loads that stay where they are written: ptxas moves none over a barrier.
 __device__ __forceinline__ uint4 LoadEarly(const void* from) {
   uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ uint4 LoadShared(const uint4* from) {
@@ -164,12 +168,13 @@ __device__ __forceinline__ float WarpSum(float v) {
   return v;
 }
 
-// c += A B on tensor cores, A (16, 16), B (16, 8), c (16, 8). Lane 4 g + t has of A columns 2 t, 2 t + 1 of row g in a0, of
-// row g + 8 in a1, and columns 8 + 2 t, 9 + 2 t in a2, a3; of column g of B rows 2 t, 2 t + 1 in b0, 8 + 2 t, 9 + 2 t in
-// b1; of c columns 2 t, 2 t + 1 of row g, then of row g + 8.
+// c += A B on tensor cores, A (16, 16), B (16, 8), c (16, 8). Of A, lane 4 g + t has columns 2 t, 2 t + 1 of row g in
+// a0 and of row g + 8 in a1, and columns 8 + 2 t, 9 + 2 t of these in a2, a3; of column g of B rows 2 t, 2 t + 1 in b0
+// and 8 + 2 t, 9 + 2 t in b1; of c columns 2 t, 2 t + 1 of row g, then of row g + 8.
 __device__ __forceinline__ void Multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
