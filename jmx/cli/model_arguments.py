@@ -11,6 +11,7 @@ from jmx.cli.parser import Parser
 
 if TYPE_CHECKING:
     from jmx.checkpoint.peft import Reader
+    from jmx.meshes import Names
     from jmx.models import Model
     from jmx.models.memory import Needs
     from jmx.models.model_split import ModelSplit
@@ -78,14 +79,28 @@ def split(arguments: argparse.Namespace) -> "ModelSplit | None":
     Raises:
         ValueError: --mesh or --mesh-axes are wrong, or need other or more devices than there are.
     """
+    divided = axes(arguments)
+    if divided is None:
+        return None
+    from jmx.models.model_split import ModelSplit
+
+    return ModelSplit.of(mesh_argument.make(arguments.mesh), divided)
+
+
+def axes(arguments: argparse.Namespace) -> "dict[str, Names] | None":
+    """The axes of --mesh by what they divide of a model; None without --mesh. Needs no devices.
+
+    Raises:
+        ValueError: --mesh or --mesh-axes is wrong, or --mesh-axes is without --mesh.
+    """
     if arguments.mesh is None:
         if arguments.mesh_axes is not None:
             raise ValueError(f"`--mesh-axes` (={arguments.mesh_axes!r}) needs --mesh")
         return None
-    from jmx.models.loading import split_of
+    from jmx.models.model_split import axes_of
 
-    axes = None if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
-    return split_of(mesh_argument.make(arguments.mesh), axes)
+    given = None if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
+    return axes_of([*mesh_argument.sizes(arguments.mesh)], given)
 
 
 def find(name: str) -> Path:

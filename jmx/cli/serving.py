@@ -14,9 +14,7 @@ from jmx.cli import compilation_cache, mesh_argument, model_arguments, random_mo
 from jmx.cli.checks import check_known
 from jmx.cli.output import EXIT_OK, to_stderr
 from jmx.cli.parser import MOST
-from jmx.meshes import Names
 from jmx.models import Model
-from jmx.models.model_split import axes_of
 from jmx.models.sampling import check_seed
 from jmx.models.sources.popularity import ROUTINGS
 from jmx.models.sources.protocol import Source
@@ -57,10 +55,6 @@ def check(arguments: argparse.Namespace) -> None:
         check_known("--routing", arguments.routing, ROUTINGS)
     # The devices of a mesh are the engine's: this process takes none of their memory.
     model_arguments.check(argparse.Namespace(**vars(arguments) | {"mesh": None, "mesh_axes": None}))
-    if arguments.mesh is not None:
-        _axes_of_mesh(arguments)
-    elif arguments.mesh_axes is not None:
-        raise ValueError(f"`--mesh-axes` (={arguments.mesh_axes!r}) needs --mesh")
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"`--port` (={arguments.port}) must be in 0..{(1 << 16) - 1}")
     if arguments.max_waiting < 0:
@@ -74,17 +68,12 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def _groups(arguments: argparse.Namespace) -> int:
-    """The groups of devices into which --mesh divides requests."""
-    if arguments.mesh is None:
+    """The groups of devices into which --mesh divides requests. ValueError if --mesh or --mesh-axes is wrong."""
+    divided = model_arguments.axes(arguments)
+    if divided is None:
         return 1
     sizes = mesh_argument.sizes(arguments.mesh)
-    return math.prod(sizes[name] for name in _axes_of_mesh(arguments)["token"])
-
-
-def _axes_of_mesh(arguments: argparse.Namespace) -> dict[str, Names]:
-    """The axes of --mesh by what they divide. ValueError if --mesh or --mesh-axes is wrong."""
-    given = None if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
-    return axes_of([*mesh_argument.sizes(arguments.mesh)], given)
+    return math.prod(sizes[name] for name in divided["token"])
 
 
 def _or(number: int | None, default: int) -> int:
