@@ -16,7 +16,7 @@ from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
-from jmx.engines.grouped import Terms
+from jmx.engines.grouped import Terms, Unsummed
 from jmx.experts import Experts, ShardedExperts, padding
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
@@ -124,11 +124,11 @@ def moe_of_some(
     *,
     adapters: Adapters | None = None,
     **settings: Any,
-) -> Float[Array, "T H"] | Terms:
+) -> Float[Array, "T H"] | Terms | None:
     """`moe` of some of the experts among which tokens are routed; what others would add to a token is left out.
 
     Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts. With
-    `combine=False` a token's rows are not summed where that is a step of its own; there is no derivative then.
+    `unsummed` it returns `Terms`, or None: see there.
     """
     return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some)
 
@@ -136,7 +136,7 @@ def moe_of_some(
 def _undivided(tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None) -> Any:
     """`moe` of experts that no mesh divides, or its `Terms`, see `moe_of_some`. `some`: which experts; None: all."""
     (x, routing, mask), (experts, adapters) = tokens, weights
-    activation, weights_on, input_format, backend, save_gate_up, combine = settings
+    activation, weights_on, input_format, backend, save_gate_up, unsummed = settings
     beside: Beside = adapters
     if isinstance(experts, MasterExperts):
         if adapters is not None:
@@ -153,11 +153,11 @@ def _undivided(tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings"
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
     problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted, num_routed)
-    static = _Static(problem, environment, backend, save_gate_up, combine)
+    static = _Static(problem, environment, backend, save_gate_up)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
-        return _on_one_device(tokens, (experts, beside), static, None if num_routed is None else some)
-    return _on_devices(tokens.for_jit(), (experts, beside), static._replace(combine=True), of_tokens)
+        return _on_one_device(tokens, (experts, beside), static, None if num_routed is None else some, unsummed)
+    return _on_devices(tokens.for_jit(), (experts, beside), static, of_tokens) if unsummed is None else None
 
 
 def batched_moe(
@@ -225,14 +225,14 @@ Beside = Adapters | autodiff.Sources | None
 
 
 class _Settings(NamedTuple):
-    """Static arguments of `moe`, by their names there, and `combine` of `moe_of_some`."""
+    """Static arguments of `moe`, by their names there, and `unsummed` of `moe_of_some`."""
 
     activation: Activation
     weights_on: str = "output"
     input_format: str | None = None
     backend: str | None = None
     save_gate_up: bool = False
-    combine: bool = True
+    unsummed: Unsummed | None = None
 
 
 def _divided(
@@ -298,8 +298,8 @@ def _of_this_device(
         routing = flat_routing(routing, x.shape[:-1], mask)
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
 
-    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any, combine: bool = True) -> Any:
-        its = settings._replace(combine=combine)
+    def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any, unsummed: Unsummed | None) -> Any:
+        its = settings._replace(unsummed=unsummed)
         return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **its._asdict())
 
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
@@ -320,16 +320,17 @@ def _routes_all(split: Split, x: Float[Array, "T H"], logits: Logits, experts: A
 
 
 class _Static(NamedTuple):
-    """Static arguments of a call; `backend`: the one that must run, or None; the last two as those of `_Settings`."""
+    """Static arguments of a call; `backend`: the one that must run, or None; the last one as that of `_Settings`."""
 
     problem: Problem
     environment: Environment
     backend: str | None
     save_gate_up: bool
-    combine: bool
 
 
-def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None) -> Any:
+def _on_one_device(
+    tokens: Tokens, weights: tuple[Experts, Beside], static: _Static, some: Some | None = None, unsummed: Any = None
+) -> Any:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits; or its `Terms`, see `moe_of_some`."""
     experts, beside = weights
     check_not_divided(experts.arrays())
@@ -337,11 +338,10 @@ def _on_one_device(tokens: Tokens, weights: tuple[Experts, Beside], static: _Sta
     flat = x.reshape(-1, x.shape[-1])
     first = None if some is None else some.first
     routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static, first=first))
-    if not static.combine and beside is None:
-        its = with_tokens(static.problem, flat.shape[0])
-        if (terms := terms_of(its, flat, routing, experts, static.environment, static.backend)) is not None:
-            return terms
-    return _run(flat, routing, experts, beside, static).reshape(x.shape)
+    if unsummed is None:
+        return _run(flat, routing, experts, beside, static).reshape(x.shape)
+    its, environment, backend = with_tokens(static.problem, flat.shape[0]), static.environment, static.backend
+    return terms_of(its, flat, routing, experts, environment, backend, unsummed) if beside is None else None
 
 
 def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Static, first: Any) -> Routing:

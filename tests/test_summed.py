@@ -17,6 +17,7 @@ from model_steps import relative_error
 import jmx
 from jmx.engines.grouped import Terms
 from jmx.ffi.peer import collectives, library, needed, terms
+from jmx.grouping import Blocks, Work
 from jmx.parallel import needed as needed_rows
 from jmx.parallel import peer
 from jmx.perf.shapes import MODELS
@@ -25,23 +26,24 @@ from jmx.xla.backend import Xla
 E, H, T, K = 8, 96, 16, 3
 
 
-def terms_of(self: Xla, problem: Any, x: Any, routing: Any, experts: Any, environment: Any) -> Terms:
+def terms_of(self: Xla, problem: Any, x: Any, routing: Any, experts: Any, environment: Any, take: Any = None) -> Terms:
     """A row a slot, in an order that is not that of tokens, in two parts, with NaN where nothing may be read."""
-    tokens, slots = routing.expert_ids.shape
-    ids, weights = routing.expert_ids.reshape(-1, 1), jnp.ones((tokens * slots, 1), jnp.float32)
-    one = jmx.Routing(ids, weights)
-    rows = self.apply(problem, jnp.repeat(x, slots, axis=0), one, experts, environment).astype(jnp.float32)
-    here = (ids[:, 0] >= 0) & (ids[:, 0] < problem.num_experts)
-    rows = jnp.pad(jnp.where(here[:, None], rows, jnp.nan), ((0, 0), (0, 4)))
-    row_of = jnp.arange(tokens * slots, dtype=jnp.int32)[::-1]
-    whole = jnp.stack([rows[row_of] / 4, rows[row_of] * 0.75])
-    return Terms(whole, jnp.where(here, row_of, -1).reshape(tokens, slots), routing.weights)
+    shape = routing.expert_ids.shape
+    row_of = jnp.arange(routing.expert_ids.size, dtype=jnp.int32)[::-1]
+    here = (routing.expert_ids >= 0) & (routing.expert_ids < problem.num_experts)
+    work = Work(Blocks(None, 0, 0, 0, 0), jnp.where(here, row_of.reshape(shape), -1), row_of // shape[1])
+    given = x[work.token_of_row] if take is None else take(problem, x, work)
+    one = jmx.Routing(routing.expert_ids.reshape(-1, 1)[::-1], jnp.ones((given.shape[0], 1), jnp.float32))
+    rows = self.apply(problem, given, one, experts, environment).astype(jnp.float32)
+    rows = jnp.pad(jnp.where(here.reshape(-1, 1)[::-1], rows, jnp.nan), ((0, 0), (0, 4)))
+    return Terms(jnp.stack([rows / 4, rows * 0.75]), work.row_of, routing.weights)
 
 
 @pytest.fixture(params=["all", "needed"])
 def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Which rows are sent, for a test in which the reference gives its terms."""
     monkeypatch.setattr(Xla, "terms", terms_of, raising=False)
+    monkeypatch.setattr(Xla, "takes_rows", lambda *_: True, raising=False)
     monkeypatch.setattr(needed_rows, "LEAST_BYTES", 0 if request.param == "needed" else 1 << 60)
     monkeypatch.setattr(needed_rows, "MOST_SHARE", 1.0)
     jax.clear_caches()

@@ -21,6 +21,10 @@ from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Integer, Shaped
 
+# The rows (R, H) that sorted work reads, of a problem, tokens x (T, H) and the work; those of no assignment hold
+# anything. It is a pytree of the arrays that it closes over, as `jax.tree_util.Partial`.
+Take = Callable[[Problem, Float[Array, "T H"], Work], Float[Array, "R H"]]
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -78,6 +82,17 @@ class Terms(NamedTuple):
     rows: Float[Array, "P R W"]
     row_of: Int32[Array, "T k"]
     weights: Float[Array, "T k"] | None
+
+
+class Unsummed(NamedTuple):
+    """Asks for a call without the sum over a token's rows, which has no derivative then.
+
+    It returns `Terms`, or None where that sum is no step of its own, or where x would be read otherwise than by `take`.
+
+    take: reads x, which gets its values later; None: x has them.
+    """
+
+    take: Take | None = None
 
 
 def terms(

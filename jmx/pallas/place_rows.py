@@ -6,6 +6,7 @@ device's.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,39 +19,82 @@ from jmx.util.typing import Array, Float, Int32, Shaped
 
 def place(x: Float[Array, "T H"], row_of: Int32[Array, "T k"], token_of_row: Int32[Array, " R"]) -> Float[Array, "R H"]:
     """Rows (R, H) of x, 16 or 32 bits an element, by a routing's `Work`; those of no assignment hold anything."""
-    if token_of_row.size * x.shape[1] >= row_tiles.MOST_ELEMENTS:
-        return grouped.take_rows(x, token_of_row)
-    return _place(x, row_of, token_of_row, call=Place())[0]
+    return _placed(Place(), x, row_of, token_of_row)
+
+
+def place_some(
+    x: Float[Array, "t H"], row_of: Int32[Array, "T k"], token_of_row: Int32[Array, " R"], first: Int32[Array, "1"]
+) -> Float[Array, "R H"]:
+    """As `place`, of the tokens from `first` on, which are x; rows of others hold anything."""
+    return _placed(Place(), x, row_of, token_of_row, first)
+
+
+def place_rest(
+    rows: Float[Array, "R H"],
+    x: Float[Array, "T H"],
+    row_of: Int32[Array, "T k"],
+    token_of_row: Int32[Array, " R"],
+    first: Int32[Array, "1"],
+    count: int,
+) -> Float[Array, "R H"]:
+    """`rows`, which has those of `count` tokens from `first` on, with those of the others; x is not read for these."""
+    return _placed(Place(count=count), x, row_of, token_of_row, first, rows)
+
+
+def _placed(call: "Place", *given: Shaped[Array, "..."]) -> Float[Array, "R H"]:
+    (out,) = call.shapes(*given)
+    return (call.define(*given) if out.size >= row_tiles.MOST_ELEMENTS else _place(*given, call=call))[0]
 
 
 @dataclass(frozen=True)
 class Place:
-    """What is static of a call. `interpret`: as in `defined.Call`."""
+    """What is static of a call, whose arrays are x, `row_of`, `token_of_row`; of some tokens the first; and the rows.
+
+    Args:
+        interpret: as in `defined.Call`.
+        count: of tokens whose rows are there.
+    """
 
     interpret: bool = False
+    count: int = 0
 
-    def shapes(self, x: Any, row_of: Any, token_of_row: Any) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, x: Any, row_of: Any, token_of_row: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
         del row_of
         return [jax.ShapeDtypeStruct((*token_of_row.shape, x.shape[1]), x.dtype)]
 
     def define(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
-        x, _, token_of_row = given
-        return [grouped.take_rows(x, token_of_row)]
+        x, _, tokens, *part = given
+        if not part:
+            return [grouped.take_rows(x, tokens)]
+        first, *there = part
+        if not there:
+            return [grouped.take_rows(x, jnp.clip(tokens - first, 0, x.shape[0] - 1))]
+        is_there = (tokens >= first) & (tokens < first + self.count)
+        return [jnp.where(is_there[:, None], there[0], grouped.take_rows(x, tokens))]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
-        (out,), (x, row_of, _) = self.shapes(*given), given
-        grid = row_tiles.num_tiles(x.shape)
-        return row_tiles.launch(_place_tile, out, grid, (x, row_of), "jmx_place_rows", interpret=self.interpret)
+        (out,), (x, row_of, _, *part) = self.shapes(*given), given
+        grid, kernel, name = row_tiles.num_tiles(x.shape), partial(_place_tile, self.count), "jmx_place_rows"
+        options: Any = {"interpret": self.interpret, "into_last": len(part) == 2}
+        return row_tiles.launch(kernel, out, grid, (x, row_of, *part), name, **options)
 
 
-def _place_tile(x: Any, row_of: Any, out: Any) -> None:
+def _place_tile(count: int, x: Any, row_of: Any, *rest: Any) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
+    *part, out = rest
     tokens, columns, inside = row_tiles.tile(x.shape, pl.program_id(0), pl.program_id(1))
+    used, numbers = tokens < x.shape[0], tokens
+    if len(part) == 1:
+        numbers += part[0][0]
+    elif part:
+        first = part[0][0]
+        used &= (tokens < first) | (tokens >= first + count)
+        inside &= used[:, None]
     values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
     for slot in range(row_of.shape[1]):
-        rows = plgpu.load(row_of.at[tokens, slot], mask=tokens < x.shape[0], other=-1)
+        rows = plgpu.load(row_of.at[numbers, slot], mask=used, other=-1)
         index = jnp.where(rows >= 0, rows, out.shape[0])  # interpreted, all are written: the others out of range
         plgpu.store(out.at[index[:, None], columns], values, mask=inside & (rows >= 0)[:, None])
 

@@ -36,12 +36,24 @@ def launch(
     name: str,
     *,
     interpret: bool,
+    into_last: bool = False,
 ) -> list[Shaped[Array, "R H"]]:
-    """The result of a kernel, whose CTAs take tiles; `interpret`: whether Pallas interprets it."""
+    """The result of a kernel, whose CTAs take tiles.
+
+    `interpret`: whether Pallas interprets it. `into_last`: whether the result is written into the last of the arrays.
+    """
     # Importing Pallas takes a second.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     params: Any = plgpu.CompilerParams(num_warps=_WARPS, num_stages=1)
-    call = pl.pallas_call(kernel, out_shape=[out], grid=grid, compiler_params=params, interpret=interpret, name=name)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[out],
+        grid=grid,
+        input_output_aliases={len(given) - 1: 0} if into_last else {},
+        compiler_params=params,
+        interpret=interpret,
+        name=name,
+    )
     return call(*given)

@@ -9,9 +9,8 @@ from jmx.parallel.wire import Wire
 from jmx.util.typing import Array, Float, Int32
 
 # Results of tokens (T, H) and their routing (T, k), or logits (T, E), which a device computes with its own experts,
-# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. With a
-# fourth argument, False, the sum over a token's rows may be left out: the result is a `grouped.Terms` then, and has no
-# derivative.
+# whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. A fourth
+# argument, if not None, is a `grouped.Unsummed`.
 Local = Callable[..., Any]
 
 

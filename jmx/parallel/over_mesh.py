@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
+from jmx.engines.grouped import Unsummed
 from jmx.experts import Experts, ShardedExperts, has_expert_axis
 from jmx.lora import Adapters
 from jmx.parallel import needed
@@ -30,7 +31,7 @@ from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
 
 # The layer on one device: x (T, H), routing (T, k) or logits (T, E) of all experts, experts, the first one of these for
-# logits, adapters, whether a token's rows are summed -> (T, H); or without that sum perhaps `Terms`, see `Local`.
+# logits, adapters, and None -> (T, H); or, last, a `grouped.Unsummed`.
 OneDevice = Callable[..., Any]
 
 # Experts, and their adapters, if they have some.
@@ -212,8 +213,8 @@ class OwnExperts(NamedTuple):
     Args:
         num_experts: how many they are.
         compute: what they compute of `arrays`, tokens, their routing, whose ids count from this device's first expert,
-            and None; or, instead of the last two, of logits of all experts, and this device's first one. With
-            `combine=False` it may be `Terms`, see `Local`.
+            and None; or, instead of the last two, of logits of all experts, and this device's first one. The fifth
+            argument is the fourth one of `Local`.
         arrays: a pytree, of which gradients may be asked for.
         input_format: what `compute` rounds tokens to before anything else; None: nothing.
     """
@@ -249,11 +250,15 @@ def on_this_device(
         routing, experts = routing._replace(expert_ids=ids), experts.experts
     parts = _parts(split, experts)
 
-    def local(arrays: Any, x: Float[Array, "T H"], routing: Routing | Logits, first: Any, combine: bool = True) -> Any:
+    def local(
+        arrays: Any, x: Float[Array, "T H"], routing: Routing | Logits, first: Any, unsummed: Unsummed | None
+    ) -> Any:
         parts, adapters = arrays
         if len(parts) == 1:
-            return moe(x, routing, parts[0], first, adapters, combine)
-        results = [moe(x, routing, part, first, adapters) for part in parts]
+            return moe(x, routing, parts[0], first, adapters, unsummed)
+        if unsummed is not None:
+            return None
+        results = [moe(x, routing, part, first, adapters, None) for part in parts]
         return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
 
     return exchanged(split, x, routing, OwnExperts(num_experts(experts), local, (parts, adapters), input_format))
@@ -273,11 +278,16 @@ def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
 def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing | Logits, own: OwnExperts) -> Float[Array, "T H"]:
     """The results of this device's tokens, as `on_this_device`, for experts of any kind."""
 
-    def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing | Logits, combine: bool = True) -> Any:
+    def local(
+        arrays: tuple[Any, Any],
+        x: Float[Array, "T H"],
+        routing: Routing | Logits,
+        unsummed: Unsummed | None = None,
+    ) -> Any:
         first, of_experts = arrays
         if isinstance(routing, Logits):
-            return own.compute(of_experts, x, routing, first, combine)
-        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first), None, combine)
+            return own.compute(of_experts, x, routing, first, unsummed)
+        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first), None, unsummed)
 
     mine = jnp.asarray(own.num_experts * _index(split.names("expert")), jnp.int32), own.arrays
     ranks = prod(lax.axis_size(name) for name in split.exchanged)

@@ -9,7 +9,7 @@ from jax.custom_batching import custom_vmap
 
 from jmx import meshes
 from jmx.backends import registered_backends
-from jmx.engines.grouped import Terms
+from jmx.engines.grouped import Take, Terms, Unsummed
 from jmx.experts import Experts
 from jmx.ffi.peer import collectives, terms
 from jmx.guard import guarded
@@ -34,21 +34,25 @@ def terms_of(
     experts: Experts,
     environment: Environment,
     backend: str | None,
+    unsummed: Unsummed,
 ) -> Terms | None:
-    """The layer on one device up to the sum over a token's rows; None where that is not apart, or cuts padding off.
+    """The layer on one device up to the sum over a token's rows, as `unsummed` asks for it.
 
-    It has no derivative, and cannot be vmapped. `backend`: the name of the one that must run; None: any.
+    None where that is not apart, or cuts padding off. It has no derivative, and cannot be vmapped. `backend`: the name
+    of the one that must run; None: any.
     """
     chosen = select(problem, environment, backend, registered_backends()).backend
     whole = experts.padded_to is None and not experts.format.is_float
     if not isinstance(chosen, GivesTerms) or not whole or not problem.top_k:
         return None
+    if unsummed.take is not None and not chosen.takes_rows(problem, experts, environment):
+        return None
 
-    def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Terms:
-        return chosen.terms(problem, x, routing, experts.prepare(problem.layout), environment)
+    def run(x: Float[Array, "T H"], routing: Routing, experts: Experts, take: Take | None) -> Terms:
+        return chosen.terms(problem, x, routing, experts.prepare(problem.layout), environment, take)
 
     experts = experts.with_arrays(guarded(experts.arrays()))
-    return meshes.unchecked(run)(*meshes.varying_alike(x, routing, experts))
+    return meshes.unchecked(run)(*meshes.varying_alike(x, routing, experts, unsummed.take))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -68,8 +72,9 @@ def summed(
     @custom_vmap
     def at_once(x: Any, routing: Any, arrays: Any, firsts: Any) -> Float[Array, "T H"]:
         rows, everyones, ranks = _sent(call, firsts, x, routing)
-        apart = call.result_bytes % terms.UNIT_BYTES != 0
-        return _returned(call, local(arrays, rows, everyones, apart), ranks, x.dtype)
+        apart = call.result_bytes % terms.UNIT_BYTES == 0
+        results = local(arrays, rows, everyones, Unsummed()) if apart else None
+        return _returned(call, local(arrays, rows, everyones) if results is None else results, ranks, x.dtype)
 
     @at_once.def_vmap
     def of_batch(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Float[Array, "B T H"], bool]:

@@ -88,10 +88,24 @@ class SkipsPadding(Protocol):
 class GivesTerms(Protocol):
     """A backend that can leave the sum over a token's slots to what sends the results to other devices."""
 
+    def takes_rows(self, problem: Problem, experts: Experts, environment: Environment) -> bool:
+        """Whether `terms` reads x by `take` alone."""
+        ...
+
     def terms(
-        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+        take: Any = None,
     ) -> Any:
-        """A `jmx.engines.grouped.Terms`, whose sums are what `Backend.apply` returns for the same arguments."""
+        """A `jmx.engines.grouped.Terms`, whose sums are what `Backend.apply` returns for the same arguments.
+
+        `take`: a `jmx.engines.grouped.Take`, for a call that `takes_rows`: x need not have its values before. None: x
+        has them.
+        """
         ...
 
 

@@ -116,14 +116,30 @@ class MosaicSm90(LimitedBackend):
         tiling = self.tiling(problem, environment)
         return grouped.run(problem, x, routing, tiling, products, own_rows.combine_of(problem, x.dtype))
 
+    def takes_rows(self, problem: Problem, experts: Experts, environment: Environment) -> bool:
+        sorts = self.tiling(problem, environment).sorts(problem, problem.num_tokens or 1)
+        return sorts and problem.input_format is None and experts.gate_up.order is None
+
     def terms(
-        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+        take: grouped.Take | None = None,
     ) -> grouped.Terms:
-        products = self._products(problem, x, routing, experts, environment)
+        products = self._products(problem, x, routing, experts, environment, take or own_rows.take)
         return grouped.terms(problem, routing, self.tiling(problem, environment), products)
 
     def _products(
-        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+        take: grouped.Take = own_rows.take,
     ) -> Callable[[Work], Float[Array, "P R W"]]:
         """Computes the results of blocks' rows, with padding after their columns."""
         # Importing Pallas takes a second.
@@ -140,7 +156,7 @@ class MosaicSm90(LimitedBackend):
         def rows_and_blocks(work: Work) -> tuple[RoundedRows, Blocks]:
             blocks = work.blocks
             if work.token_of_row is not None:
-                return sorted_rows(problem, x, routing, experts, work), blocks
+                return sorted_rows(problem, x, routing, experts, work, take), blocks
             given = rounded(problem, experts, "gate_up", x)  # few tokens, all of which every block reads
             if order is None:
                 return given, blocks

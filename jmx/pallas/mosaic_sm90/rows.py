@@ -57,9 +57,14 @@ def tile_order(experts: Experts | Problem) -> Order:
 
 
 def sorted_rows(
-    problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, work: Work
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts,
+    work: Work,
+    take: grouped.Take = own_rows.take,
 ) -> RoundedRows:
-    """The rows of `gate_up` for sorted `work`. `experts`: of which `merged` are read."""
+    """The rows of `gate_up` for sorted `work`. `experts`: of which `merged` are read. `take`: makes rows of tokens."""
     # Importing Pallas takes a second.
     from jmx.pallas.mosaic_sm90.act_order import ordered_rows
 
@@ -70,7 +75,7 @@ def sorted_rows(
     # Each token is rounded once, not each of its rows, unless these have their routing weights.
     given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
     if order is None:
-        rows = own_rows.take(problem, given.values, work)
+        rows = take(problem, given.values, work)
         rows = grouped.weigh(problem, rows, routing, work)
     else:
         users = expert_of_eight(routing, experts, work)
