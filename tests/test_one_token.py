@@ -86,9 +86,7 @@ def operands(
 
 def defined(given: call.Operands, window: int | None) -> call.Results:
     """The results of the definition."""
-    names = tuple(name for name, array in given._asdict().items() if array is not None)
-    arrays = (array for array in given if array is not None)
-    return call.Results(*jax.jit(call.OneToken(names, window, *EPSILONS).define)(*arrays))
+    return call.Results(*jax.jit(call.OneToken(window, *EPSILONS).define)(given))
 
 
 def check(got: call.Results, given: call.Operands, window: int | None) -> None:
@@ -388,14 +386,13 @@ def test_normed_heads_are_left_to_other_code(rng, by_definition):
 def test_derivatives_and_maps_are_those_of_the_definition(rng):
     given = operands(rng, capacity=16, position=7)
     given = given._replace(cache=jnp.nan_to_num(given.cache))
-    names = tuple(name for name, array in given._asdict().items() if array is not None)
-    its = call.OneToken(names, 5, *EPSILONS)
+    its = call.OneToken(5, *EPSILONS)
 
     def by_run(x: jax.Array) -> Any:
         return call.run(5, *EPSILONS, given._replace(x=x))
 
     def by_define(x: jax.Array) -> Any:
-        return call.Results(*its.define(*(a for a in given._replace(x=x) if a is not None)))
+        return call.Results(*its.define(given._replace(x=x)))
 
     def loss(function: Any, x: jax.Array) -> jax.Array:
         return jnp.stack([jnp.sum(jnp.sin(part.astype(jnp.float32))) for part in function(x)]).sum()

@@ -3,8 +3,8 @@
 
 As a program it fetches llama-cpp-python's sources from the package index, and builds the ggml in them into DIR, for
 this machine's instruction set (it needs pip, cmake and a C++ compiler, and some minutes). As a module it runs a layer
-as llama.cpp runs gpt-oss's: `mul_mat_id` for gate, up and down, tokens quantized to 8 bits in front of each. Weights
-lie in the layout that ggml itself prefers here, `CPU_REPACK`, where it has one.
+as llama.cpp runs gpt-oss's: `mul_mat_id` for gate, up and down, tokens quantized to 8 bits before each. Weights are in
+the layout that ggml itself prefers on this machine, `CPU_REPACK`, where it has one.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 def blocks(values: Array, scales: Array) -> Array:
     """Packed values (..., K/2) and codes (..., K/32) -> ggml's blocks (..., K/32, 17): the code, then 16 bytes.
 
-    A byte holds in its low nibble one of the first 16 elements of a block, in its high one that 16 behind it.
+    The low nibble of a byte is one of the first 16 elements of a block, the high nibble the one 16 after it.
     """
     pairs = values.reshape(*scales.shape, _BLOCK // 2)
     elements = np.stack([pairs & 15, pairs >> 4], -1).reshape(*scales.shape, _BLOCK)

@@ -1,6 +1,6 @@
 """Marlin's MXFP4 product of grouped rows, from the library that vLLM ships, called as vLLM calls it.
 
-The layouts are those of vLLM's marlin_utils: weights in tiles of 16 x 64 whose nibbles lie in the order in which the
+The layouts are those of vLLM's marlin_utils: weights in tiles of 16 x 64 whose nibbles are in the order in which the
 threads of a warp multiply them, scales and biases permuted to match.
 """
 # pyright: reportMissingImports=false

@@ -14,8 +14,8 @@ _LEAST_SECONDS = 0.05  # a sample's length, as in jmx.perf.bench
 def replay(calls: Sequence[Callable[[], torch.Tensor]], repeats: int) -> tuple[float, float, torch.Tensor]:
     """Median microseconds a call, (slowest - fastest) / median, and the first call's result in the last replay.
 
-    All calls stand in one graph, one behind the other. Each of the `repeats` samples is the mean of so many replays
-    that it lasts 50 ms; two rounds before them warm up.
+    All calls are in one graph, one after the other. Each of the `repeats` samples is the mean of so many replays that
+    it lasts 50 ms; two rounds before them warm up.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

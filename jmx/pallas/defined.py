@@ -18,7 +18,10 @@ from jmx.util.typing import Array, Shaped
 
 
 class Call(Protocol):
-    """What is static of a call: hashable, and equal for calls of the same program."""
+    """What is static of a call: hashable, and equal for calls of the same program.
+
+    `given` are its operands: arrays, or pytrees of them, such as a NamedTuple in which some are None.
+    """
 
     @property
     def interpret(self) -> bool:
@@ -29,52 +32,61 @@ class Call(Protocol):
         """Those of the results."""
         ...
 
-    def define(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+    def define(self, *given: Any) -> list[Shaped[Array, "..."]]:
         """The results in plain jnp."""
         ...
 
-    def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+    def launch(self, *given: Any) -> list[Shaped[Array, "..."]]:
         """The results by the kernel, while tracing."""
         ...
 
 
 def primitive(name: str) -> Callable[..., list[Shaped[Array, "..."]]]:
-    """A primitive as a function of arrays and, by keyword, their `call`."""
+    """A primitive as a function of operands and, by keyword, their `call`."""
     its = Primitive(name)
     its.multiple_results = True
-    its.def_abstract_eval(lambda *given, call: [ShapedArray(its.shape, its.dtype) for its in call.shapes(*given)])
-    its.def_impl(lambda *given, call: call.define(*given))
+    its.def_abstract_eval(_shapes)
+    its.def_impl(lambda *arrays, call, structure: _of_arrays(call.define, structure)(*arrays))
     mlir.register_lowering(its, _lower)
     mlir.register_lowering(its, _lower_for_gpu, platform="cuda")
     batching.primitive_batchers[its] = _batch
 
     @partial(jax.jit, static_argnames="call")  # so that no call is evaluated outside of a program
-    def bind(*given: Shaped[Array, "..."], call: Call) -> list[Shaped[Array, "..."]]:
-        return its.bind(*given, call=call)
+    def bind(*given: Any, call: Call) -> list[Shaped[Array, "..."]]:
+        arrays, structure = jax.tree.flatten(given)
+        return its.bind(*arrays, call=call, structure=structure)
 
     return bind
 
 
-def _lower(context: Any, *given: Any, call: Call) -> Any:
-    if call.interpret:
-        return mlir.lower_fun(_launched(call))(context, *given)
-    return mlir.lower_fun(call.define)(context, *given)
+def _of_arrays(function: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+    """A function of operands as one of their arrays."""
+    return lambda *arrays: function(*jax.tree.unflatten(structure, arrays))
 
 
-def _lower_for_gpu(context: Any, *given: Any, call: Call) -> Any:
+def _shapes(*arrays: Any, call: Call, structure: Any) -> list[ShapedArray]:
+    return [ShapedArray(its.shape, its.dtype) for its in _of_arrays(call.shapes, structure)(*arrays)]
+
+
+def _lower(context: Any, *arrays: Any, call: Call, structure: Any) -> Any:
+    function = _launched(call, structure) if call.interpret else _of_arrays(call.define, structure)
+    return mlir.lower_fun(function)(context, *arrays)
+
+
+def _lower_for_gpu(context: Any, *arrays: Any, call: Call, structure: Any) -> Any:
     if context.module_context.lowering_parameters.for_export:
-        return _lower(context, *given, call=call)
-    return lower_quietly(_launched(call), context, *given, multiple_results=True)
+        return _lower(context, *arrays, call=call, structure=structure)
+    return lower_quietly(_launched(call, structure), context, *arrays, multiple_results=True)
 
 
-def _launched(call: Call) -> Callable[..., list[Shaped[Array, "..."]]]:
-    def launched(*given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+def _launched(call: Call, structure: Any) -> Callable[..., list[Shaped[Array, "..."]]]:
+    def launched(*arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
         with jax.enable_x64(False):
-            return call.launch(*given)
+            return _of_arrays(call.launch, structure)(*arrays)
 
     return launched
 
 
-def _batch(given: Any, axes: Any, *, call: Call) -> Any:
-    results = jax.vmap(call.define, axes)(*given)
+def _batch(arrays: Any, axes: Any, *, call: Call, structure: Any) -> Any:
+    results = jax.vmap(_of_arrays(call.define, structure), axes)(*arrays)
     return results, [0] * len(results)

@@ -1,4 +1,7 @@
-"""Which implementation of attention a call takes, chosen while it is traced, and why it takes none of the others."""
+"""Whether a call of attention takes a kernel of `jmx.pallas.attention`, or the plain code in `functions`.
+
+That is decided while it is traced. `benchmarks/attention.py` times both, and others.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,17 +16,6 @@ from jmx.pallas.attention import decode, latent_decode, prefill
 # cache of latents, of which the first channels are the values.
 Kind = Literal["prompt", "step", "latent_step"]
 
-# Kernels of `jmx.pallas.attention`; cuDNN's, through `jax.nn.dot_product_attention`; the plain code in `functions`.
-Implementation = Literal["mosaic", "cudnn", "xla"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "cudnn", "xla")
-
-# The implementations of each kind that may be chosen, the fastest first: `benchmarks/attention.py` times them all.
-ORDER: dict[Kind, tuple[Implementation, ...]] = {
-    "prompt": ("mosaic", "xla"),
-    "step": ("mosaic", "xla"),
-    "latent_step": ("mosaic", "xla"),
-}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -36,8 +28,6 @@ class Case:
         heads, kv_heads: of queries, and of keys.
         key_dim, value_dim: channels of a head's queries and keys, and of its values.
         dtype: of queries, keys and values.
-        window: how many positions a query attends to, its own included; None for all.
-        sinks: whether heads have sinks.
     """
 
     kind: Kind
@@ -48,40 +38,10 @@ class Case:
     key_dim: int
     value_dim: int
     dtype: jax.typing.DTypeLike
-    window: int | None = None
-    sinks: bool = False
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The implementation that a call takes, and for each other one the reason why not."""
-
-    implementation: Implementation
-    reasons: dict[Implementation, str]
-
-    def __str__(self) -> str:
-        lines = [f"{self.implementation}: chosen", *(f"{name}: {reason}" for name, reason in self.reasons.items())]
-        return "\n".join(lines)
-
-
-def choose(case: Case, environment: jmx.Environment) -> Choice:
-    """The first implementation of `ORDER` that can run a case on a machine. `print(choose(...))` explains it."""
-    order: tuple[Implementation, ...] = ORDER[case.kind]
-    reasons: dict[Implementation, str] = {}
-    chosen: Implementation = next(name for name in order if reject_reason(name, case, environment) is None)
-    for name in IMPLEMENTATIONS:
-        if name != chosen:
-            reason = reject_reason(name, case, environment)
-            reasons[name] = reason or (f"{chosen} is faster" if name in order else "not among the fastest measured")
-    return Choice(chosen, reasons)
-
-
-def reject_reason(implementation: Implementation, case: Case, environment: jmx.Environment) -> str | None:
-    """Why an implementation cannot run a case on a machine; None if it can. "xla" runs all cases everywhere."""
-    if implementation == "xla":
-        return None
-    if implementation == "cudnn":
-        return _cudnn_reason(case, environment)
+def reject_reason(case: Case, environment: jmx.Environment) -> str | None:
+    """Why no kernel can run a case on a machine; None if one can, which a call then takes: it is faster."""
     capability = environment.compute_capability
     if capability != (9, 0):
         this = environment.platform if capability is None else ".".join(map(str, capability))
@@ -133,23 +93,4 @@ def _latent_reason(case: Case, environment: jmx.Environment) -> str | None:
         return f"{latent} must be a multiple of 64, its values one of 128 and at most 512, and fit in shared memory"
     if environment.core_count is None:
         return "the GPU's number of SMs is unknown"
-    return None
-
-
-def _cudnn_reason(case: Case, environment: jmx.Environment) -> str | None:
-    capability = environment.compute_capability
-    if capability is None or capability < (8, 0):
-        this = environment.platform if capability is None else ".".join(map(str, capability))
-        return f"needs an NVIDIA GPU of compute capability 8.0 or higher (this is {this})"
-    if case.kind != "prompt":
-        return "reads caches in another order of axes"
-    if case.sinks:
-        return "has no sinks"
-    if case.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"`dtype` (={jnp.dtype(case.dtype).name}) must be bfloat16 or float16"
-    most = 256 if capability >= (9, 0) else 128
-    if case.key_dim % 8 or case.key_dim > most:
-        return f"`key_dim` (={case.key_dim}) must be a multiple of 8 and at most {most}"
-    if case.key_dim != case.value_dim:
-        return f"`value_dim` (={case.value_dim}) must be `key_dim` (={case.key_dim})"
     return None

@@ -9,7 +9,7 @@ from jax import lax
 
 import jmx
 from jmx.models.attention import prompt_gradients
-from jmx.models.attention.choice import Case, choose
+from jmx.models.attention.choice import Case, reject_reason
 from jmx.numerics.formats import precision
 from jmx.pallas.attention import decode, latent_decode, prefill
 from jmx.util.typing import Array
@@ -67,22 +67,16 @@ def attend_prompt(
     window: int | None,
     scale: float | None = None,
 ) -> Array:
-    """`attend` of rows that start at position 0 over their own keys and values, by the implementation of `choice`.
+    """`attend` of rows that start at position 0 over their own keys and values, by a kernel if `choice` allows it.
 
     query (B, T, heads, D), keys (B, T, kv_heads, D), values (B, T, kv_heads, V) -> (B, T, heads, V). `sinks` as in
     `attend`, or None for none.
     """
     batch, length, heads, dim = query.shape
     kv_heads, value_dim = values.shape[2:]
-    case = Case("prompt", length, length, heads, kv_heads, dim, value_dim, query.dtype, window, sinks is not None)
-    implementation = choose(case, jmx.Environment.probe(query)).implementation
-    if implementation == "cudnn":
-        left = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            query, keys, values, scale=scale, is_causal=True, local_window_size=left, implementation="cudnn"
-        )
+    case = Case("prompt", length, length, heads, kv_heads, dim, value_dim, query.dtype)
     sinks = no_sinks(heads) if sinks is None else sinks
-    if implementation == "mosaic":
+    if reject_reason(case, jmx.Environment.probe(query)) is None:
         return flash_attention(query, keys, values, sinks, window, scale)
     starts = jnp.zeros(batch, jnp.int32)
     return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window, scale)
@@ -114,17 +108,17 @@ flash_attention.defvjp(_flash_forward, _flash_backward)
 
 
 def attend_cache(query: Array, cache: Array, sinks: Array | None, starts: Array, window: int | None) -> Array:
-    """`attend` over a layer's cache (2, B, kv_heads, C, D), by the implementation of `choice`."""
+    """`attend` over a layer's cache (2, B, kv_heads, C, D), by a kernel if `choice` allows it."""
     (_, length, heads, dim), (kv_heads, capacity) = query.shape, cache.shape[2:4]
-    case = Case("step", length, capacity, heads, kv_heads, dim, dim, query.dtype, window, sinks is not None)
+    case = Case("step", length, capacity, heads, kv_heads, dim, dim, query.dtype)
     sinks = no_sinks(heads) if sinks is None else sinks
-    if choose(case, jmx.Environment.probe(query)).implementation == "mosaic":
+    if reject_reason(case, jmx.Environment.probe(query)) is None:
         return decode.flash_decode(query[:, 0], cache, sinks, starts, window)[:, None]
     return attend(query, cache[0], cache[1], sinks, starts, window)
 
 
 def attend_latents(query: Array, cache: Array, starts: Array, rank: int, scale: float) -> Array:
-    """`attend` of all heads over one latent a position, by the implementation of `choice`.
+    """`attend` of all heads over one latent a position, by a kernel if `choice` allows it.
 
     query (B, T, heads, W), cache (1, B, 1, C, W), of which the first `rank` channels are the values -> (B, T, heads,
     rank).
@@ -132,9 +126,9 @@ def attend_latents(query: Array, cache: Array, starts: Array, rank: int, scale: 
     (_, length, heads, width), capacity = query.shape, cache.shape[3]
     case = Case("latent_step", length, capacity, heads, 1, width, rank, query.dtype)
     environment = jmx.Environment.probe(query)
-    if choose(case, environment).implementation == "mosaic":
+    if reject_reason(case, environment) is None:
         cores = environment.core_count
-        assert cores is not None  # or another implementation were chosen
+        assert cores is not None  # else it were rejected
         return latent_decode.flash_decode_latent(query[:, 0], cache[0, :, 0], starts, rank, scale, cores)[:, None]
     # The product with the other channels as a part of the value is not used. It is cheaper than a copy of the latents.
     return attend(query, cache[0], cache[0], no_sinks(heads), starts, None, scale)[..., :rank]

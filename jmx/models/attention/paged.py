@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jmx
-from jmx.models.attention.choice import Case, choose
+from jmx.models.attention.choice import Case, reject_reason
 from jmx.models.attention.functions import attend, no_sinks
 from jmx.models.paged_cache import PagedLayer
 from jmx.pallas.attention import decode, prefill
@@ -28,7 +28,7 @@ def attend_pages(query: jax.Array, layer: PagedLayer, sinks: jax.Array | None, w
     used = no_sinks(query.shape[2]) if sinks is None else sinks
 
     def of_groups(query: jax.Array, tables: jax.Array, positions: jax.Array) -> jax.Array:
-        if _takes_kernel(query, layer, tables, window):
+        if _takes_kernel(query, layer, tables):
             if query.shape[1] == 1:
                 return decode.flash_decode(query[:, 0], layer.pages, used, positions, window, tables)[:, None]
             return prefill.flash_prefill_pages(query, layer.pages, tables, positions, used, window)
@@ -38,15 +38,15 @@ def attend_pages(query: jax.Array, layer: PagedLayer, sinks: jax.Array | None, w
     return _rows_and_blocks(query, layer, of_groups)
 
 
-def _takes_kernel(query: jax.Array, layer: PagedLayer, tables: jax.Array, window: int | None) -> bool:
+def _takes_kernel(query: jax.Array, layer: PagedLayer, tables: jax.Array) -> bool:
     """Whether a kernel of `jmx.pallas.attention` takes groups of one token, or of a page of them."""
     _, length, heads, dim = query.shape
     if layer.page != decode.PAGE or layer.pages.shape[-1] != dim:
         return False
     kind = "step" if length == 1 else "prompt"
     keys = layer.page * tables.shape[1] if length == 1 else length
-    case = Case(kind, length, keys, heads, layer.pages.shape[2], dim, dim, query.dtype, window, True)
-    return choose(case, jmx.Environment.probe(query)).implementation == "mosaic"
+    case = Case(kind, length, keys, heads, layer.pages.shape[2], dim, dim, query.dtype)
+    return reject_reason(case, jmx.Environment.probe(query)) is None
 
 
 def attend_latent_pages(query: jax.Array, layer: PagedLayer, rank: int, scale: float) -> jax.Array:

@@ -112,31 +112,24 @@ class OneToken:
     """What is static of a call.
 
     Args:
-        present: by name, operands that are not None, in their order.
         window: how many positions are attended to, the token's own included; None: all.
         epsilon, router_epsilon: of the norms.
     """
 
-    present: tuple[str, ...]
     window: int | None
     epsilon: float
     router_epsilon: float
 
     interpret = False
 
-    def operands(self, arrays: tuple[Any, ...]) -> Operands:
-        return Operands(**dict.fromkeys(Operands._fields) | dict(zip(self.present, arrays, strict=True)))
+    # As `jmx.pallas.defined` has it: results are those of `Results`.
 
-    # As `jmx.pallas.defined` has it.
-
-    def shapes(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
-        given = self.operands(arrays)
+    def shapes(self, given: Operands) -> list[jax.ShapeDtypeStruct]:
         x = jax.ShapeDtypeStruct(given.x.shape, given.x.dtype)
         logits = jax.ShapeDtypeStruct((given.x.shape[0], given.router.shape[0]), jnp.float32)
         return [x, jax.ShapeDtypeStruct(given.cache.shape, given.cache.dtype), logits, x]
 
-    def define(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-        given = self.operands(arrays)
+    def define(self, given: Operands) -> list[Shaped[Array, "..."]]:
         length = given.cache.shape[3]
         pages = 1 if given.tables is None else given.tables.shape[1]
         position = jnp.minimum(given.position, length * pages - 1)
@@ -156,15 +149,15 @@ class OneToken:
         logits, normed = linear.Linear(_NO_TILE, self.router_epsilon, normed=True).define(of_router)
         return [x, cache, logits, normed]
 
-    def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-        present = sum((name in self.present) << bit for bit, name in enumerate(_OPTIONAL))
-        aliases = {self.present.index("cache"): 1}
-        given = self.operands(arrays)
+    def launch(self, given: Operands) -> list[Shaped[Array, "..."]]:
+        arrays = {name: array for name, array in given._asdict().items() if array is not None}
+        present = sum((name in arrays) << bit for bit, name in enumerate(_OPTIONAL))
+        aliases = {[*arrays].index("cache"): 1}
         sizes = given.heads.shape[0], given.out.shape[1]
         between = [jax.ShapeDtypeStruct((given.x.shape[0], size), given.x.dtype) for size in sizes]
-        call = jax.ffi.ffi_call(TARGET, [*self.shapes(*arrays), *between], input_output_aliases=aliases)
+        call = jax.ffi.ffi_call(TARGET, [*self.shapes(given), *between], input_output_aliases=aliases)
         results = call(
-            *arrays,
+            *arrays.values(),
             present=np.int64(present),
             window=np.int64(self.window or 0),
             epsilon=np.float32(self.epsilon),
@@ -202,27 +195,15 @@ def _attend(
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def run(window: int | None, epsilon: float, router_epsilon: float, given: Operands) -> Results:
     """The results of a call, see `OneToken` and `Operands`."""
-    present = tuple(name for name, array in given._asdict().items() if array is not None)
-    arrays = [array for array in given if array is not None]
-    call = OneToken(present, window, epsilon, router_epsilon)
-    return Results(*meshes.unchecked(partial(_bind, call))(*arrays))
+    call = OneToken(window, epsilon, router_epsilon)
+    return Results(*meshes.unchecked(partial(_one_token, call=call))(given))
 
 
 @run.defjvp
 def _derivative(window: int | None, epsilon: float, router_epsilon: float, primals: Any, tangents: Any) -> Any:
-    (given,), (of_given,) = primals, tangents
-    present = tuple(name for name, array in given._asdict().items() if array is not None)
-    call = OneToken(present, window, epsilon, router_epsilon)
-
-    def define(given: Operands) -> Results:
-        return Results(*call.define(*(array for array in given if array is not None)))
-
-    _, of_results = jax.jvp(define, (given,), (of_given,))
-    return run(window, epsilon, router_epsilon, given), of_results
-
-
-def _bind(call: OneToken, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-    return _one_token(*arrays, call=call)
+    call = OneToken(window, epsilon, router_epsilon)
+    _, of_results = jax.jvp(lambda given: Results(*call.define(given)), primals, tangents)
+    return run(window, epsilon, router_epsilon, *primals), of_results
 
 
 _one_token = defined.primitive("jmx_one_token")

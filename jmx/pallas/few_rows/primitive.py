@@ -63,47 +63,41 @@ def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def _bind(call: Call, given: NamedTuple) -> list[Shaped[Array, "..."]]:
-    arrays, treedef = jax.tree.flatten(given)
-    return _few_rows(*arrays, call=_OfLeaves(call, treedef))
+    return _few_rows(given, call=_Launched(call))
 
 
 @dataclass(frozen=True)
-class _OfLeaves:
-    """A call as `jmx.pallas.defined` has it: of the leaves of its operands."""
+class _Launched:
+    """A call as `jmx.pallas.defined` has it."""
 
     call: Call
-    treedef: Any
 
     @property
     def interpret(self) -> bool:
         return self.call.interpret
 
-    def shapes(self, *arrays: Any) -> list[jax.ShapeDtypeStruct]:
-        return self.call.shapes(jax.tree.unflatten(self.treedef, arrays))
+    def shapes(self, given: Any) -> list[jax.ShapeDtypeStruct]:
+        return self.call.shapes(given)
 
-    def define(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-        return self.call.define(jax.tree.unflatten(self.treedef, arrays))
+    def define(self, given: Any) -> list[Shaped[Array, "..."]]:
+        return self.call.define(given)
 
-    def launch(self, *arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+    def launch(self, given: Any) -> list[Shaped[Array, "..."]]:
         # Importing Pallas takes a second.
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
 
-        call, given = self.call, jax.tree.unflatten(self.treedef, arrays)
+        call = self.call
         names = [name for name, array in given._asdict().items() if array is not None]
-
-        def body(*refs: Any) -> None:
-            call.kernel(jax.tree.unflatten(self.treedef, refs[: len(arrays)]), *refs[len(arrays) :])
-
         return pl.pallas_call(
-            body,
+            call.kernel,
             grid=(call.num_ctas(given),),
             out_shape=call.shapes(given),
             input_output_aliases={names.index(name): result for name, result in call.in_place(given).items()},
             compiler_params=plgpu.CompilerParams(num_warps=call.tile.num_warps, num_stages=call.tile.num_stages),
             interpret=call.interpret,
             name=call.name,
-        )(*arrays)
+        )(given)
 
 
 _few_rows = defined.primitive("jmx_few_rows")

@@ -94,24 +94,19 @@ class Call:
         """Whether the experts are some of those among which tokens are routed."""
         return self.problem.num_routed is not None
 
-    # As `jmx.pallas.defined` has it: operands are the leaves of `Given`, results those of `Results`.
+    # As `jmx.pallas.defined` has it: results are the leaves of `Results`.
 
-    def operands(self, values: Any, *rest: Any) -> Given:
-        """With a bias if the choice is biased, a first expert if experts are some, and perhaps a mask."""
-        *others, first = rest if self.some else (*rest, None)
-        *masks, bias = others if self.biased else (*others, None)
-        return Given(values, masks[0] if masks else None, bias, first)
-
-    def shapes(self, *_: Any) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, given: Given) -> list[jax.ShapeDtypeStruct]:
+        del given
         return jax.tree.leaves(Results.shapes(self.sizes))
 
-    def define(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
-        results = definition(self.operands(*given), self)
+    def define(self, given: Given) -> list[Shaped[Array, "..."]]:
+        results = definition(given, self)
         if Results.shapes(self.sizes).weights is None:
             results = results._replace(weights=None)
         return jax.tree.leaves(results)
 
-    def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
+    def launch(self, given: Given) -> list[Shaped[Array, "..."]]:
         # Importing Pallas takes a second.
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
@@ -121,14 +116,10 @@ class Call:
 
         sizes = self.sizes
         if sizes.chunk is not None:
-            return jax.tree.leaves(chunks.launch(given, self.operands, sizes))
-
-        def body(*refs: Any) -> None:
-            kernel(*self.operands(*refs[: len(given)]), *refs[len(given) :], sizes=sizes)
-
+            return jax.tree.leaves(chunks.launch(*given, sizes))
         return pl.pallas_call(
-            body,
-            out_shape=self.shapes(),
+            partial(kernel, sizes=sizes),
+            out_shape=self.shapes(given),
             compiler_params=plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1),
             interpret=sizes.interpret,
             name="jmx_route",
@@ -208,7 +199,7 @@ def _work(results: Results, call: Call) -> Work:
 def routed(given: Given, call: Call) -> Results:
     """The kernel's results, with the weights; ids are those of all experts among which tokens are routed."""
     values, mask, bias, _ = given = Given(*meshes.varying_alike(*given))
-    results = meshes.unchecked(partial(_bind, call=call))(*jax.lax.stop_gradient(given))
+    results = meshes.unchecked(partial(_bind, call=call))(jax.lax.stop_gradient(given))
     if results.weights is not None:
         return results._replace(weights=_differentiable(values, mask, bias, results.weights, call.method))
     method = call.method
@@ -236,9 +227,8 @@ def _derivative(method: Method, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _differentiable(*primals, method), jax.jvp(defined, (values,), tangents[:1])[1]
 
 
-def _bind(*given: Any, call: Call) -> Results:
-    """`given`: the fields of a `Given`."""
-    results = _route_and_group(*jax.tree.leaves(given), call=call)
+def _bind(given: Given, call: Call) -> Results:
+    results = _route_and_group(given, call=call)
     return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), results)
 
 

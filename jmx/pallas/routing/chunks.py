@@ -5,6 +5,7 @@ Each CTA of the second kernel adds up the counts of all chunks, and of those bef
 assignment; and it writes the blocks of some of the experts.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -164,41 +165,29 @@ def _fill_between(ref: Ref, ends: Int32[Array, " g"], end: Int32[Array, ""], siz
     kernel.scatter(ref, rows, jnp.zeros_like(rows), (index < share) & (rows >= end) & (rows < sizes.num_rows))
 
 
-def launch(given: tuple[Any, ...], operands: Any, sizes: Sizes) -> Results:
-    """Both kernels. `operands`: as those of `call.Call`, of `given` or of references to it."""
-    params = plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1)
-
-    def body(*refs: Any) -> None:
-        values, mask, bias, _ = operands(*refs[: len(given)])
-        route_chunk(values, mask, bias, *refs[len(given) :], sizes=sizes)
-
+def launch(values: Array, mask: Array | None, bias: Array | None, first: Array | None, sizes: Sizes) -> Results:
+    """Both kernels. Operands are those of `call.Given`."""
     shapes = Chunks.shapes(sizes)
     found = iter(
         pl.pallas_call(
-            body,
+            partial(route_chunk, sizes=sizes),
             out_shape=jax.tree.leaves(shapes),
             grid=(sizes.num_chunks,),
-            compiler_params=params,
+            compiler_params=plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1),
             interpret=sizes.interpret,
             name="jmx_route",
-        )(*given)
+        )(values, mask, bias)
     )
     chunks = Chunks._make(None if shape is None else next(found) for shape in shapes)
     results = Results.shapes(sizes)._replace(expert_ids=chunks.expert_ids, weights=chunks.weights)
     if sizes.form is None:
         return results
-    first = operands(*given)[-1]
-
-    def body_of_placers(*refs: Any) -> None:
-        counted, rest = refs[:3], refs[3:]
-        place(*counted, *(rest if first is not None else (None, *rest)), sizes=sizes)
-
     *placed, _ = pl.pallas_call(
-        body_of_placers,
+        partial(place, sizes=sizes),
         out_shape=[*results[2:], chunks.counts],
         grid=(sizes.num_placers,),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=sizes.interpret,
         name="jmx_group",
-    )(chunks.expert_ids, chunks.earlier, chunks.counts, *(() if first is None else (first,)))
+    )(chunks.expert_ids, chunks.earlier, chunks.counts, first)
     return Results(chunks.expert_ids, chunks.weights, *placed)
