@@ -222,8 +222,9 @@ def test_tiles_go_by_the_weight_and_the_number_of_tokens(num_tokens, weights, th
 
 
 @pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def by_kernels(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Models call the kernels on this CPU, interpreted; the names of those that were traced."""
+    del on_cpu
     traced: list[str] = []
 
     def interpreted(kind: Any) -> Any:
