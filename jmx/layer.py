@@ -258,7 +258,8 @@ def _divided(
         over_mesh.check_tokens(x)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
-        run = partial(_of_this_device, settings=settings, split=split)
+        # Outside of any jit `jax.shard_map` refuses exchanges that ask what is differentiated.
+        run = partial(jax.jit(_of_this_device, static_argnames=("settings", "split")), settings=settings, split=split)
         return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, weights)
     static = over_mesh.static_of(split, x.ndim - 1, tokens.arrays(), experts)
     return _of_all_devices(by_token, rest, weights, settings, static)

@@ -350,15 +350,17 @@ def _abstract(given: Arguments, stored: Mapping[str, Any], form: Form | None = N
 
 
 class _Partitioned(nn.Partitioned):
-    """A box whose value is constrained along Auto mesh axes only, and where it is traced.
+    """A box whose value is constrained along Auto mesh axes only, and where a program is traced.
 
     Explicit axes are in the type of the value already, and inside `jax.shard_map` it is a device's part. An array is
-    where it is, perhaps on another mesh than the one in scope, to which a call moves it.
+    where it is, perhaps on another mesh than the one in scope, to which a call moves it. So is one that is
+    differentiated outside of any jit: it is in a tracer, but a new array there is in none.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         only_auto = {*jax.sharding.get_abstract_mesh().axis_types} <= {AxisType.Auto}
-        return super().unbox(apply_constraint and only_auto and isinstance(self.value, Tracer))
+        traced = isinstance(self.value, Tracer) and isinstance(jnp.zeros(()), Tracer)
+        return super().unbox(apply_constraint and only_auto and traced)
 
 
 def _with_partitioning(init: Any, names: tuple[Any, ...]) -> Any:

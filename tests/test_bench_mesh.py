@@ -24,7 +24,8 @@ from jmx.perf.shapes import MODELS
 
 pytestmark = [pytest.mark.costly, pytest.mark.devices(4)]
 
-NUMBERS = ("us", "spread", "experts_us", "exchange_us", "one_us", "all_on_one_us", "efficiency", "floor_us", "rel_err")
+NUMBERS = ("us", "spread", "experts_us", "exchange_us", "fullest_experts_us", "waits_us", "one_us", "all_on_one_us")
+NUMBERS += ("efficiency", "floor_us", "rel_err")
 
 
 def mesh_of(**sizes: int) -> Any:
@@ -83,6 +84,8 @@ def test_a_run_has_all_numbers_and_its_file_is_read_again(tmp_path: pathlib.Path
     assert row.experts_us is not None
     assert row.all_on_one_us is not None
     assert row.exchange_us == pytest.approx(row.us - row.experts_us)
+    assert row.fullest_experts_us is not None
+    assert row.waits_us == pytest.approx(row.fullest_experts_us - row.experts_us)
     assert row.efficiency == pytest.approx(row.all_on_one_us / (4 * row.us))
     assert 0 < (row.active or 0) <= 4  # of a device's experts
     assert parts == [report]
@@ -116,6 +119,23 @@ def test_exchanges_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.00 GB whole weights" in lines[2]
     with pytest.raises(ValueError, match=r"`exchange` \(='rows'\) cannot run this call: rows: such tokens"):
         bench_mesh.run("small", [8, 4], mesh, splits, layers=1, repeats=1)
+
+
+def test_the_fullest_experts_are_the_program_of_the_experts() -> None:
+    """With logits by which both devices have as many experts in use, and rows, as the fuller one has without them."""
+    mesh = mesh_of(ep=2)
+    split = split_of(mesh, None)
+    case = Case(Layers.of(MODELS["small"], split, mesh, 4), 2, {"split": split})
+    assert case.calls["fullest"] is case.calls["experts"]
+    x, logits = case.draw()
+    arguments = case.arguments(case.layers.drawn(), x, logits)
+    before = case.shares(logits)
+    most = np.maximum(*np.moveaxis(before.used[:, 0], 1, 0))
+    assert (before.used[:, 0] < most[:, None]).any()
+    for rank in range(2):
+        own = jax.numpy.stack([its.addressable_shards[rank].data for its in arguments["fullest"][1]])
+        np.testing.assert_array_equal(case.shares(own).used[:, 0, rank], most)
+    assert case.calls["fullest"].result()(*arguments["fullest"]).shape == (2, 4, 256)
 
 
 @pytest.mark.parametrize("other", ["dp", "fsdp"])

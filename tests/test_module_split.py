@@ -212,6 +212,28 @@ def test_weights_that_are_elsewhere_are_moved_to_the_mesh_in_scope(module: str, 
     assert relative_error(y, whole(module)[0]) <= 1e-5
 
 
+@pytest.mark.parametrize("made_on", ["one device", "another mesh"])
+@pytest.mark.parametrize("module", ["nnx", "linen"])
+def test_gradients_of_weights_that_are_elsewhere_outside_of_any_jit(module: str, made_on: str) -> None:
+    def gradients(function: Any, weights: Any) -> list[jax.Array]:
+        """Of the router and the biases."""
+        leaves, tree = jax.tree.flatten(weights)
+        floats = [leaf if leaf.dtype == jnp.float32 else None for leaf in leaves]
+
+        def loss_of(floats: list[Any]) -> jax.Array:
+            its = [leaf if value is None else value for leaf, value in zip(leaves, floats, strict=True)]
+            return loss(function)(X, jax.tree.unflatten(tree, its))
+
+        return jax.tree.leaves(jax.grad(loss_of)(floats))
+
+    function, weights = divided(module, "auto")[1:] if made_on == "another mesh" else made(module, AXES)
+    with jax.set_mesh(mesh_of(shape=(4, 2))):
+        found = gradients(function, weights)
+    expected = gradients(*made(module))
+    assert len(found) >= 3
+    assert all(relative_error(its, wanted) <= 1e-5 for its, wanted in zip(found, expected, strict=True))
+
+
 def test_the_layer_itself_is_an_argument_of_jit() -> None:
     mesh = mesh_of()
     with jax.set_mesh(mesh):

@@ -294,6 +294,21 @@ def test_inside_shard_map(whole: Whole, manual: set[str]) -> None:
     assert alike(jax.jit(mapped)(whole.x, whole.logits, whole.experts), whole.y)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_inside_shard_map_outside_of_any_jit(whole: Whole, exchange: str, check_vma: bool) -> None:
+    body = partial(run, split=jmx.Split(expert="ep", tokens="ep", exchange=exchange))
+    specs, options = (P("ep"), P("ep"), P("ep")), {"mesh": mesh_of((1, 8)), "check_vma": check_vma}
+    mapped = jax.shard_map(body, in_specs=specs, out_specs=P("ep"), **options)
+    assert alike(mapped(whole.x, whole.logits, whole.experts), whole.y)
+    gradient = jax.grad(lambda x: (mapped(x, whole.logits, whole.experts) * C).sum())
+    assert alike(gradient(whole.x), whole.gradients[0])
+    both = jax.vmap(body, in_axes=(0, 0, None))
+    batched = jax.shard_map(both, in_specs=(P(None, "ep"), P(None, "ep"), P("ep")), out_specs=P(None, "ep"), **options)
+    pair = batched(jnp.stack([whole.x] * 2), jnp.stack([whole.logits] * 2), whole.experts)
+    assert alike(pair, jnp.stack([whole.y] * 2))
+
+
 # Explicit axes
 
 

@@ -96,6 +96,19 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
 @pytest.mark.costly
 @pytest.mark.devices(2)
 @pytest.mark.usefixtures("of_rows")
+def test_inside_shard_map_outside_of_any_jit(rng: np.random.Generator) -> None:
+    experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias_dtype="float32")
+    mesh = jax.make_mesh((2,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x, logits = (jnp.asarray(rng.normal(size=(4 * T, width)), jnp.float32) for width in (H, E))
+    body = partial(layer, split=jmx.Split(expert="ep", tokens="ep", exchange="peer"))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("ep"), P("ep"), P("ep")), out_specs=P("ep"))
+    assert library.SCATTER_TERMS in str(jax.make_jaxpr(mapped)(x, logits, experts))
+    assert relative_error(mapped(x, logits, experts), jax.jit(layer)(x, logits, experts)) <= 2e-6
+
+
+@pytest.mark.costly
+@pytest.mark.devices(2)
+@pytest.mark.usefixtures("of_rows")
 def test_rows_that_are_no_whole_units_are_summed_before(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jmx.parallel import Split
@@ -18,7 +16,6 @@ from jmx.perf.mesh_memory import MeshMemory
 from jmx.perf.roofline import DividedRow, Limits, Report
 from jmx.perf.settings import Settings
 from jmx.perf.shapes import Shape, routed_shape
-from jmx.routing import Logits, route
 from jmx.selection.costs import Floor, Peak, flops, times_bfloat16
 from jmx.selection.environment import Environment
 from jmx.selection.problem import weight_bytes
@@ -142,7 +139,7 @@ def _rows(
             raise
         yield from (dataclasses.replace(row, error="out of memory") for row in rows)
         return
-    used = _used(case, logits, divided[0])
+    used = float(case.shares(logits).used.mean())
     for row, division in zip(rows, divided, strict=True):
         yield _against_floor(_timed(row, times, str(division.split)), case, division, machine, used)
 
@@ -160,6 +157,8 @@ def _timed(row: DividedRow, times: Times, label: str) -> DividedRow:
         spread=(max(split) - min(split)) / us[label],
         experts_us=us["experts"],
         exchange_us=us[label] - us["experts"],
+        fullest_experts_us=us["fullest"],
+        waits_us=us["fullest"] - us["experts"],
         one_us=us["one"],
         all_on_one_us=us["all_on_one"],
         efficiency=times.efficiency(label),
@@ -187,13 +186,3 @@ def _against_floor(row: DividedRow, case: Case, division: Division, machine: Mac
         floor_us=floor_us,
         over_floor=row.us / floor_us,
     )
-
-
-def _used(case: Case, logits: Any, division: Division) -> float:
-    """Experts that a device uses: the mean over layers, and over devices."""
-    tokens, method = division.local.num_tokens, case.layers.shape.method
-    assert tokens is not None
-    ids: Any = jax.jit(lambda logits: jax.lax.map(lambda its: route(Logits(its, method)).expert_ids, logits))
-    groups = np.asarray(ids(logits)).reshape(len(logits), -1, tokens * method.top_k)
-    used = [len(np.unique(group)) for layer in groups for group in layer]
-    return float(np.mean(used)) / division.expert_devices

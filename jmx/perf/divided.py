@@ -1,8 +1,9 @@
 """Times a layer divided over the devices of a mesh, beside the whole layer on one of them.
 
 A call is a chain of layers. For each number of tokens a device, the calls that take turns are the divided layer, once
-for each split; its experts alone, with the tokens that are exchanged and no exchange; one device with the tokens of
-one, and with all. Programs are compiled from descriptions of their arguments, before any of these is made.
+for each split; its experts alone, with the tokens that are exchanged and no exchange; the same where each layer has
+every device do the work of the fullest one; one device with the tokens of one, and with all. Programs are compiled from
+descriptions of their arguments, before any of these is made.
 """
 
 import dataclasses
@@ -27,7 +28,9 @@ from jmx.experts import Experts, ShardedExperts
 from jmx.layer import moe, moe_of_some
 from jmx.numerics import formats
 from jmx.parallel import Split, over_mesh
+from jmx.perf import shares
 from jmx.perf.shapes import Shape, draw_logits
+from jmx.perf.shares import Groups, Shares
 from jmx.routing import Logits, route
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Some
@@ -150,10 +153,13 @@ def run_experts(
     split: Split,
     mesh: Mesh,
     x: Float[Array, "T H"],
-    logits: Sequence[Float[Array, "T E"]],
+    logits: Sequence[Float[Array, "rows E"]],
     weights: Sequence[AnyWeights],
 ) -> Float[Array, "devices t H"]:
-    """Each device's experts with the tokens that are exchanged with it, whose results stay where they are."""
+    """Each device's experts with the tokens that are exchanged with it, whose results stay where they are.
+
+    Logits are each device's own, as those of `shares.of_devices`.
+    """
 
     def here(x: Float[Array, "t H"], logits: Sequence[Float[Array, "t E"]], weights: Sequence[AnyWeights]) -> Any:
         x, _ = meshes.varying_alike(x, weights)  # as after a layer: kernels of another type would be compiled for it
@@ -168,10 +174,10 @@ def run_experts(
             x = x + STEP * sum(call(x, routing, part, some) for part in parts)
         return x[None]
 
-    kept = tuple(name for name in split.names("tokens") if name not in split.exchanged) or None
     specs = [over_mesh.expert_specs(split, experts) for experts in weights]
     every = P(tuple(mesh.axis_names))
-    run = jax.shard_map(here, mesh=mesh, in_specs=(P(kept), P(kept), specs), out_specs=every)
+    in_specs = P(shares.kept(split) or None), every, specs
+    run = jax.shard_map(here, mesh=mesh, in_specs=in_specs, out_specs=every)
     return run(x, logits, weights)
 
 
@@ -184,7 +190,7 @@ def _parts(experts: AnyWeights) -> list[Experts]:
 
 @dataclass(frozen=True)
 class Times:
-    """Samples of a case, in microseconds a layer, by call: the labels of splits, "experts", "one" and "all_on_one".
+    """Samples of a case, in microseconds a layer, by call: the labels of splits, and those of `Case.arguments`.
 
     relative_error: of what the layers divided by each split add to the tokens, beside those of one device.
     temporary_bytes: of each call, on one device; None: not known.
@@ -234,33 +240,58 @@ class Case:
             name: _COMPILERS.submit(jax.jit(function).lower(*described[name]).compile)
             for name, function in functions.items()
         }
+        self.calls["fullest"] = self.calls["experts"]
+
+    def shares(self, logits: Float[Array, "L T E"]) -> Shares:
+        """What each device does."""
+        return Shares.of_logits(logits, self.layers.shape.method, self._groups)
+
+    @property
+    def _groups(self) -> Groups:
+        return Groups.of(self.layers.split, self.layers.mesh.shape)
 
     def arguments(self, weights: Weights, x: Any, logits: Any) -> dict[str, tuple[Any, Any, Any]]:
         """The arguments of each call, of those with all tokens on the first device; or descriptions of them.
+
+        They are those of the divided layers, by labels; of the "experts" alone, and of the "fullest" ones; of "one"
+        device with the tokens of one, and of "all_on_one". Calls that have the same array share it.
 
         Logits of each layer are an array of their own there: XLA slices an array in front of kernels of custom calls,
         which no CUDA graph has then.
         """
         split, mesh = self.layers.split, self.layers.mesh
-        tokens = split.names("tokens")
-        kept = tuple(name for name in tokens if name not in split.exchanged)
-
         of_layers = [_of_some(logits, layer) for layer in range(logits.shape[0])]
 
-        def place(names: tuple[str, ...]) -> tuple[Any, Any]:
+        def place(arrays: Any, names: tuple[str, ...]) -> Any:
             sharding = NamedSharding(mesh, P(names or None))
             if isinstance(x, jax.Array):
-                return jax.device_put((x, of_layers), sharding)
-            described = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in (x, *of_layers)]
-            return described[0], described[1:]
+                return jax.device_put(arrays, sharding)
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
 
-        divided = (*place(tokens), weights.divided)
+        divided = (*place((x, of_layers), split.names("tokens")), weights.divided)
+        exchanged = place(x, shares.kept(split))
+        experts, fullest = self._logits_of_devices(logits)
         first = slice(self.num_tokens)
         return dict.fromkeys(self.splits, divided) | {
-            "experts": (*place(kept), weights.gathered),
+            "experts": (exchanged, experts, weights.gathered),
+            "fullest": (exchanged, fullest, weights.gathered),
             "one": (_of_some(x, first), [_of_some(its, first) for its in of_layers], weights.whole),
             "all_on_one": (x, of_layers, weights.whole),
         }
+
+    def _logits_of_devices(self, logits: Any) -> tuple[list[Any], list[Any]]:
+        """Of each layer those of the experts alone, and those with which all devices do the work of the fullest one."""
+        groups, mesh = self._groups, self.layers.mesh
+        if isinstance(logits, jax.Array):
+            fullest = self.shares(logits).fullest()
+            return shares.of_devices(logits, groups, mesh), shares.of_devices(logits, groups, mesh, fullest)
+        num_layers, num_tokens, num_experts = logits.shape
+        shape = mesh.size * num_tokens // groups.num_groups, num_experts
+        sharding = NamedSharding(mesh, P(mesh.axis_names))
+        its, fullest = (
+            [jax.ShapeDtypeStruct(shape, logits.dtype, sharding=sharding) for _ in range(num_layers)] for _ in range(2)
+        )
+        return its, fullest
 
     def described_tokens(self) -> tuple[Any, Any]:
         """Descriptions of x and logits of all tokens, on the first device."""

@@ -101,6 +101,8 @@ class DividedRow(Row):
         chunks: in which a device's tokens were exchanged.
         experts_us: the time of a device's experts alone, with the tokens that are exchanged.
         exchange_us: us - experts_us.
+        fullest_experts_us: as experts_us, where each layer has every device do the work of the fullest one.
+        waits_us: fullest_experts_us - experts_us, the part of exchange_us in which devices wait for others' experts.
         one_us, all_on_one_us: the time of the whole layer on one device, with the tokens of one, and of all.
         efficiency: all_on_one_us / (devices * us).
         sent_bytes: that a device sends to others.
@@ -110,6 +112,8 @@ class DividedRow(Row):
     exchange: str | None = None
     experts_us: float | None = None
     exchange_us: float | None = None
+    fullest_experts_us: float | None = None
+    waits_us: float | None = None
     one_us: float | None = None
     all_on_one_us: float | None = None
     efficiency: float | None = None
@@ -190,7 +194,8 @@ class Report:
 def _divided_table(report: Report, title: str, lines: list[str]) -> FoldingTable:
     """The rows of a layer that a mesh divides."""
     columns = [*words("mesh", "exchange"), *numbers("tokens a device", "split us", "+-", "experts us", "exchange us")]
-    columns += numbers("one us", "one, all tokens us", "efficiency", "floor us", "x floor", "rel. error", "sent kB")
+    columns += numbers("of it waits us", "one us", "one, all tokens us", "efficiency", "floor us", "x floor")
+    columns += numbers("rel. error", "sent kB")
     if (rate := report.machine.get("link_GBs")) is not None:
         lines.insert(1, f"links {rate:.3g} GB/s a device, by an all-gather, measured")
     table = FoldingTable(columns, title, "\n".join(lines), keys=3)
@@ -199,7 +204,8 @@ def _divided_table(report: Report, title: str, lines: list[str]) -> FoldingTable
         shown = (
             (row.us, decimal),
             (row.spread, ".0%"),
-            *((us, decimal) for us in (row.experts_us, row.exchange_us, row.one_us, row.all_on_one_us)),
+            *((us, decimal) for us in (row.experts_us, row.exchange_us, row.waits_us)),
+            *((us, decimal) for us in (row.one_us, row.all_on_one_us)),
             (row.efficiency, ".0%"),
             (row.floor_us, decimal),
             (row.over_floor, ".2f"),
