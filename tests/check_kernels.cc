@@ -196,9 +196,9 @@ void CheckAll(int num_ranks, Regions& gathers, Regions& sums, bool by_slots, boo
 }
 
 // Sums of terms, some of which no rank has, of `tokens` a rank. `needed`: ranks without a term of a token have no bit,
-// perhaps.
+// perhaps. `few`: by the kernel of few results of two ranks.
 template <typename Element>
-void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int tokens) {
+void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int tokens, bool few = false) {
   constexpr int width = 24;  // of a row: whole units of both types
   const int all = num_ranks * tokens, slots = 6, parts = 1 + random_bits() % 2, stride = width + 4;
   const unsigned bytes = width * sizeof(Element);
@@ -222,6 +222,7 @@ void CheckTerms(int num_ranks, Regions& sums, Way way, bool needed, int tokens) 
     const Terms terms{Bytes(rows, rank), row_of[rank].data(), Of(weights, rank), needed ? bits.data() : nullptr,
                       count * stride * 4, stride * 4u, each, bytes / 16, parts, slots};
     constexpr bool kFloats = sizeof(Element) == 4;
+    if (few) return (kFloats ? reduce_f32_terms_few : reduce_bf16_terms_few)(sums.Of(rank), arrays, terms);
     if (way == Way::kSlot) return (kFloats ? reduce_f32_terms : reduce_bf16_terms)(sums.Of(rank), arrays, terms);
     (kFloats ? reduce_f32_terms_arrays : reduce_bf16_terms_arrays)(sums.Of(rank), arrays, terms);
   });
@@ -249,7 +250,7 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int num_ranks = std::atoi(argv[1]), num_calls = std::atoi(argv[2]);
   std::vector<Regions> regions;
-  for (int kind = 0; kind < 10; ++kind)
+  for (int kind = 0; kind < 12; ++kind)
     regions.emplace_back(num_ranks, kind < 2 ? kSlotBytes : kind > 7 ? kManyBytes : 0);
   for (int call = 0; call < num_calls; ++call) {
     CheckAll(num_ranks, regions[0], regions[1], true, call % 2 == 1);
@@ -261,6 +262,10 @@ int main(int argc, char** argv) {
     CheckTerms<Float32>(num_ranks, regions[7], Way::kArrays, needed, rows);
     CheckTerms<BFloat16>(num_ranks, regions[8], Way::kSlot, needed, rows);
     CheckTerms<Float32>(num_ranks, regions[9], Way::kSlot, needed, rows);
+    if (num_ranks != 2) continue;
+    const int few = call / 2 % 2 == 1 ? 310 : kRows;  // of these some threads have two units
+    CheckTerms<BFloat16>(num_ranks, regions[10], Way::kSlot, false, few, true);
+    CheckTerms<Float32>(num_ranks, regions[11], Way::kSlot, false, few, true);
   }
   std::printf("%d ranks, %d calls: %d wrong\n", num_ranks, num_calls, failures);
   return failures != 0;

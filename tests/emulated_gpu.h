@@ -45,12 +45,17 @@ struct Warp {
   std::uint64_t values[2][32];  // of calls of even and of odd numbers
 };
 
+struct Barrier {
+  unsigned arrived = 0, generation = 0;
+};
+
 struct Cta {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   ucontext_t scheduler;
   Dimension block, blocks;
-  unsigned current = 0, arrived = 0, generation = 0;
+  unsigned current = 0;
+  Barrier barriers[16];
   std::function<void()> kernel;
 };
 
@@ -66,7 +71,7 @@ inline void Start() {
 
 // Runs one CTA of a grid.
 inline void RunCta(unsigned block, unsigned blocks, unsigned threads, std::function<void()> kernel) {
-  Cta cta{std::vector<Thread>(threads), std::vector<Warp>(threads / 32), {}, {block}, {blocks}, 0, 0, 0,
+  Cta cta{std::vector<Thread>(threads), std::vector<Warp>(threads / 32), {}, {block}, {blocks}, 0, {},
           std::move(kernel)};
   running = &cta;
   for (Thread& thread : cta.threads) {
@@ -104,15 +109,23 @@ inline const std::uint64_t* OfWarp(std::uint64_t value) {
 #define blockDim (Dimension{static_cast<unsigned>(emulated::running->threads.size())})
 #define gridDim (emulated::running->blocks)
 
-inline void __syncthreads() {
-  emulated::Cta& cta = *emulated::running;
-  const unsigned call = cta.generation;
-  if (++cta.arrived == cta.threads.size()) {
-    cta.arrived = 0;
-    ++cta.generation;
+// Returns the barrier's generation before.
+inline unsigned ArriveAt(int index, unsigned threads) {
+  emulated::Barrier& barrier = emulated::running->barriers[index];
+  const unsigned call = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
   }
-  while (cta.generation == call) emulated::Wait();
+  return call;
 }
+
+inline void WaitAt(int index, unsigned threads) {
+  const unsigned call = ArriveAt(index, threads);
+  while (emulated::running->barriers[index].generation == call) emulated::Wait();
+}
+
+inline void __syncthreads() { WaitAt(0, static_cast<unsigned>(emulated::running->threads.size())); }
 
 inline unsigned __reduce_or_sync(unsigned, unsigned bits) {
   const std::uint64_t* all = emulated::OfWarp(bits);

@@ -99,6 +99,7 @@ def test_the_kernels_compile_for_hopper() -> None:
     for name in ("reduce_bf16", "reduce_f16", "reduce_f32"):
         assert f"{name}_terms".encode() in image
         assert f"{name}_terms_arrays".encode() in image
+        assert f"{name}_terms_few".encode() in image
 
 
 def _call(x: Any, logits: Any, experts: Any, exchange: str) -> jax.Array:

@@ -143,7 +143,9 @@ def test_the_sum_reads_what_the_products_wrote_when_compiled(
 @pytest.mark.gpu
 @pytest.mark.devices(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("tokens", "columns", "slots"), [(1, 24, 1), (3, 96, 5), (40, 2880, 4), (1000, 2880, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "columns", "slots"), [(1, 24, 1), (3, 96, 5), (40, 2880, 4), (300, 2880, 6), (1000, 2880, 8)]
+)
 @pytest.mark.parametrize("way", ["slots", "arrays", "needed"])
 def test_sums_are_those_of_their_definition(
     tokens: int, columns: int, slots: int, dtype: str, way: str, monkeypatch: pytest.MonkeyPatch

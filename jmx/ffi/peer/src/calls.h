@@ -55,17 +55,19 @@ __device__ void Signal(const Ranks& ranks, u32 call, int flags = 0) {
   }
 }
 
+// Waits for a flag of this call.
+__device__ void AwaitFlag(u32* flag, u32 call) {
+  const u64 start = Nanoseconds();
+  for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
+    seen = LoadAcquire(flag);
+    if (Nanoseconds() - start > kTimeout) __trap();
+  }
+}
+
 // Waits until the same CTA of each rank has signaled this call.
 __device__ void Await(const Ranks& ranks, u32 call, int flags = 0) {
   const int other = threadIdx.x;
-  if (other < ranks.num_ranks && other != ranks.rank) {
-    u32* mine = Word(ranks, ranks.rank, flags + other);
-    const u64 start = Nanoseconds();
-    for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
-      seen = LoadAcquire(mine);
-      if (Nanoseconds() - start > kTimeout) __trap();
-    }
-  }
+  if (other < ranks.num_ranks && other != ranks.rank) AwaitFlag(Word(ranks, ranks.rank, flags + other), call);
   __syncthreads();
 }
 

@@ -14,6 +14,17 @@ __device__ unsigned int LoadAcquire(const unsigned int* from) {
   return flag;
 }
 
+// A barrier of so many threads of a CTA, whole warps, of which some only say that they have come.
+__device__ void ArriveAt(int barrier, int threads) {
+  __syncwarp();
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ void WaitAt(int barrier, int threads) {
+  __syncwarp();
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Two words, each whole, past the caches of one GPU.
 __device__ void StorePair(void* to, const unsigned long long (&words)[2]) {
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(words[0]), "l"(words[1]) : "memory");

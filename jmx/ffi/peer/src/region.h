@@ -15,6 +15,8 @@ constexpr int kMaxRanks = 8;    // GPUs of one host
 constexpr int kMaxArrays = 4;   // of one call
 constexpr int kMaxBlocks = 128;  // CTAs of one call
 constexpr int kThreads = 512;   // of a CTA
+constexpr int kWorkers = kThreads - 32;  // of them, where a warp has the flags
+constexpr int kFewUnits = 2;    // of a thread, up to which few results are summed at once
 constexpr int kThreadBytes = 16;  // that decide the number of CTAs
 
 // Rows of kMaxBlocks words at the beginning of a region, a word a CTA: a flag for each rank, and another one for what

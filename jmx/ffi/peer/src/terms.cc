@@ -70,6 +70,8 @@ SumCall CallOf(const Group& group, int64_t way, ffi::RemainingArgs args, ffi::Re
   call.terms.parts = static_cast<int>(of_rows[0]);
   call.terms.slots = static_cast<int>(slots);
   call.blocks = BlocksOf(bytes, kUnit);
+  const bool few = bytes <= size_t{kUnit} * kFewUnits * kWorkers * call.blocks;
+  if (how == Way::kSlot && group.size() == 2 && call.terms.ranks == nullptr && few) call.function += "_few";
   call.GiveRegions(group, how == Way::kArrays ? 0 : bytes);
   return call;
 }

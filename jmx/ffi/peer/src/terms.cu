@@ -12,53 +12,85 @@ using jmx::Terms;
 constexpr int kTerms = 4;  // that a thread reads before it adds any
 constexpr int kMany = 4;   // units of a thread, above which links are busy for longer than flags take
 
-// A unit of a token's sum, in float32 and in the order of its slots, rounded once.
-template <typename Element>
-__device__ uint4 SumOf(const Terms& terms, u32 token, u32 unit) {
+// Some units of all tokens' sums.
+template <int kUnits>
+struct Wanted {
+  u32 tokens[kUnits], units[kUnits];  // of a unit: its token, and which one it is of the token's
+  bool asked[kUnits];
+
+  // Those of a rank's tokens from `at` on, `step` apart, up to `end`.
+  __device__ Wanted(const Terms& terms, int rank, u64 at, u64 step, u64 end) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u, at += step) {
+      asked[u] = at < end;
+      tokens[u] = rank * terms.tokens + static_cast<u32>(at) / terms.units;
+      units[u] = static_cast<u32>(at) % terms.units;
+    }
+  }
+};
+
+// `sums`, in float32 and in the order of a token's slots, each rounded once. The terms of all units are asked for at
+// once.
+template <int kUnits, typename Element>
+__device__ void SumsOf(const Terms& terms, const Wanted<kUnits>& wanted, uint4 (&sums)[kUnits]) {
   constexpr int kElements = sizeof(uint4) / sizeof(Element), kEach = sizeof(uint4) / sizeof(float),
                 kLoads = kElements / kEach;
   using Floats = Lanes<uint4, Float32>;
-  float sum[kElements] = {};
+  float sum[kUnits][kElements] = {};
   for (int first = 0; first < terms.slots; first += kTerms) {
-    const char* from[kTerms];
-    float weights[kTerms];
-    Floats found[kTerms][kLoads];
+    int rows[kUnits][kTerms];
+    float weights[kUnits][kTerms];
+    Floats found[kUnits][kTerms][kLoads];
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i) {
-      const u32 slot = token * terms.slots + first + i;
-      const int row = first + i < terms.slots ? __ldg(terms.row_of + slot) : -1;
-      from[i] = row < 0 ? nullptr : terms.rows + row * terms.row_bytes + unit * u64{kElements * sizeof(float)};
-      weights[i] = row < 0 ? 0 : __ldg(terms.weights + slot);
-    }
+    for (int u = 0; u < kUnits; ++u)
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i)
+      for (int i = 0; i < kTerms; ++i) {
+        const u32 slot = wanted.tokens[u] * terms.slots + first + i;
+        rows[u][i] = wanted.asked[u] && first + i < terms.slots ? __ldg(terms.row_of + slot) : -1;
+        weights[u][i] = rows[u][i] < 0 ? 0 : __ldg(terms.weights + slot);
+      }
+    const auto from = [&](int u, int i, int part) {
+      const u64 start = wanted.units[u] * u64{kElements * sizeof(float)};
+      return terms.rows + part * terms.part_bytes + rows[u][i] * terms.row_bytes + start;
+    };
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k)
-        if (from[i] != nullptr) found[i][k].unit = Read<uint4>(from[i], k);
-    for (int part = 1; part < terms.parts; ++part) {
+    for (int u = 0; u < kUnits; ++u)
 #pragma unroll
       for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-        for (int k = 0; k < kLoads; ++k) {
-          if (from[i] == nullptr) continue;
-          Floats more;
-          more.unit = Read<uint4>(from[i] + part * terms.part_bytes, k);
+        for (int k = 0; k < kLoads; ++k)
+          if (rows[u][i] >= 0) found[u][i][k].unit = Read<uint4>(from(u, i, 0), k);
+    for (int part = 1; part < terms.parts; ++part) {
 #pragma unroll
-          for (int e = 0; e < kEach; ++e) found[i][k].elements[e].value += more.elements[e].value;
-        }
+      for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (int i = 0; i < kTerms; ++i)
+#pragma unroll
+          for (int k = 0; k < kLoads; ++k) {
+            if (rows[u][i] < 0) continue;
+            Floats more;
+            more.unit = Read<uint4>(from(u, i, part), k);
+#pragma unroll
+            for (int e = 0; e < kEach; ++e) found[u][i][k].elements[e].value += more.elements[e].value;
+          }
     }
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i)
+    for (int u = 0; u < kUnits; ++u)
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k)
+      for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-        for (int e = 0; e < kEach; ++e)
-          if (from[i] != nullptr) sum[kEach * k + e] += found[i][k].elements[e].value * weights[i];
+        for (int k = 0; k < kLoads; ++k)
+#pragma unroll
+          for (int e = 0; e < kEach; ++e)
+            if (rows[u][i] >= 0) sum[u][kEach * k + e] += found[u][i][k].elements[e].value * weights[u][i];
   }
-  Lanes<uint4, Element> result;
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
-  return result.unit;
+  for (int u = 0; u < kUnits; ++u) {
+    Lanes<uint4, Element> result;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[u][i]);
+    sums[u] = result.unit;
+  }
 }
 
 // The sum over all ranks, in float32 and in their order, of what each adds up for a token. They write these sums to the
@@ -88,8 +120,9 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   };
   const auto send = [&](u64 at, int rank) {
     if ((ranks_of(rank, at) >> ranks.rank & 1) == 0) return;
-    reinterpret_cast<uint4*>(to[rank * jmx::kMaxArrays])[at] =
-        SumOf<Element>(terms, rank * terms.tokens + row_of(at), static_cast<u32>(at) % terms.units);
+    uint4 sums[1];
+    SumsOf<1, Element>(terms, {terms, rank, at, 0, at + 1}, sums);
+    reinterpret_cast<uint4*>(to[rank * jmx::kMaxArrays])[at] = sums[0];
   };
   // Of many rows this rank's own sums are computed while links are busy, of few while the flags are on their way.
   const bool many = share.Size() > kMany * jmx::kThreads;
@@ -103,6 +136,55 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
   End(ranks, call);
 }
 
+// `ReduceTerms` by slots, of two ranks, for so few results that a thread has at most `jmx::kFewUnits` of a rank's. It
+// asks for the terms of all at once, and keeps its own sums until the other rank's are there. A flag comes after a
+// fence, which takes as long as the link; so a warp of its own has the flags, and the others go on meanwhile.
+template <typename Element>
+__device__ void ReduceFewTerms(const Ranks& ranks, const Arrays& arrays, const Terms& terms) {
+  constexpr int kSent = 1, kArrived = 2;  // barriers; that of __syncthreads is 0
+  constexpr int kUnits = jmx::kFewUnits, kElements = sizeof(uint4) / sizeof(Element);
+  const Call call = Begin(ranks);
+  const int other = 1 - ranks.rank;
+  if (threadIdx.x >= jmx::kWorkers) {
+    WaitAt(kSent, jmx::kThreads);
+    if (threadIdx.x == jmx::kWorkers) {
+      StoreRelease(Word(ranks, other, ranks.rank), call);
+      AwaitFlag(Word(ranks, ranks.rank, other), call);
+    }
+    ArriveAt(kArrived, jmx::kThreads);
+    return End(ranks, call);
+  }
+  const Share share(u64{terms.tokens} * terms.units);  // of a rank's results
+  const u64 first = share.begin + threadIdx.x;
+  const auto for_each = [&](auto&& what) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+      if (first + u * jmx::kWorkers < share.end) what(u, first + u * jmx::kWorkers);
+  };
+  uint4 sums[kUnits];
+  SumsOf<kUnits, Element>(terms, {terms, other, first, jmx::kWorkers, share.end}, sums);
+  auto* to = reinterpret_cast<uint4*>(jmx::SlotOf(ranks, other, call, ranks.rank));
+  for_each([&](int u, u64 at) { to[at] = sums[u]; });
+  ArriveAt(kSent, jmx::kThreads);
+  SumsOf<kUnits, Element>(terms, {terms, ranks.rank, first, jmx::kWorkers, share.end}, sums);
+  WaitAt(kArrived, jmx::kThreads);
+  Lanes<uint4, Element> theirs[kUnits];
+  for_each([&](int u, u64 at) {
+    theirs[u].unit = Read<uint4>(jmx::SlotOf(ranks, ranks.rank, call, other), at);
+  });
+  for_each([&](int u, u64 at) {
+    Lanes<uint4, Element> own, result;
+    own.unit = sums[u];
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      const float mine = own.elements[k].Widen(), its = theirs[u].elements[k].Widen();
+      result.elements[k] = Element::Round(ranks.rank == 0 ? 0 + mine + its : 0 + its + mine);
+    }
+    reinterpret_cast<uint4*>(arrays.out[0])[at] = result.unit;
+  });
+  End(ranks, call);
+}
+
 }  // namespace
 
 #define TERMS(NAME, SLOTS, ELEMENT)                                                                     \
@@ -111,9 +193,18 @@ __device__ void ReduceTerms(const Ranks& ranks, const Arrays& arrays, const Term
                 const __grid_constant__ Terms terms) {                                                  \
     ReduceTerms<SLOTS, ELEMENT>(ranks, arrays, terms);                                                  \
   }
+#define FEW_TERMS(NAME, ELEMENT)                                                            \
+  extern "C" __global__ void __launch_bounds__(jmx::kThreads)                               \
+  reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays, \
+                const __grid_constant__ Terms terms) {                                      \
+    ReduceFewTerms<ELEMENT>(ranks, arrays, terms);                                          \
+  }
 TERMS(bf16_terms, true, BFloat16)
 TERMS(f16_terms, true, Float16)
 TERMS(f32_terms, true, Float32)
 TERMS(bf16_terms_arrays, false, BFloat16)
 TERMS(f16_terms_arrays, false, Float16)
 TERMS(f32_terms_arrays, false, Float32)
+FEW_TERMS(bf16_terms_few, BFloat16)
+FEW_TERMS(f16_terms_few, Float16)
+FEW_TERMS(f32_terms_few, Float32)
