@@ -18,8 +18,8 @@ import jmx
 from jmx.engines.grouped import Terms
 from jmx.ffi.peer import collectives, library, needed, terms
 from jmx.grouping import Blocks, Work
+from jmx.parallel import arriving, peer
 from jmx.parallel import needed as needed_rows
-from jmx.parallel import peer
 from jmx.perf.shapes import MODELS
 from jmx.xla.backend import Xla
 
@@ -39,13 +39,14 @@ def terms_of(self: Xla, problem: Any, x: Any, routing: Any, experts: Any, enviro
     return Terms(jnp.stack([rows / 4, rows * 0.75]), work.row_of, routing.weights)
 
 
-@pytest.fixture(params=["all", "needed"])
+@pytest.fixture(params=["all", "needed", "arriving"])
 def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which rows are sent, for a test in which the reference gives its terms."""
+    """Which rows are sent, and how, for a test in which the reference gives its terms."""
     monkeypatch.setattr(Xla, "terms", terms_of, raising=False)
     monkeypatch.setattr(Xla, "takes_rows", lambda *_: True, raising=False)
     monkeypatch.setattr(needed_rows, "LEAST_BYTES", 0 if request.param == "needed" else 1 << 60)
     monkeypatch.setattr(needed_rows, "MOST_SHARE", 1.0)
+    monkeypatch.setattr(arriving, "LEAST_BYTES", 0 if request.param == "arriving" else 1 << 60)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
@@ -86,6 +87,7 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
     text = str(jax.make_jaxpr(partial(layer, split=split))(x, logits, experts))
     assert text.count(f"{library.SCATTER_TERMS}[") == 1
     assert ("jmx_peer_gather_needed[" in text) == (of_rows == "needed")
+    assert ("jmx_peer_start[" in text) == (of_rows == "arriving")
     way = collectives.Way.ARRAYS if of_rows == "needed" else collectives.Way.SLOT
     assert re.findall(r"way=(\d)", text) == [str(int(way))]
     expected = jax.jit(partial(every, split=None))(x, logits)
