@@ -21,6 +21,7 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32
 
 LEAST_BYTES = 1 << 60  # of a device's tokens
+PIECES = 1  # in which another's tokens arrive
 
 
 def applies(call: Call) -> bool:
@@ -40,7 +41,9 @@ def computed(call: Call, local: Local, arrays: Any, x: Float[Array, "T H"], rout
 
 def _sent(call: Call, x: Float[Array, "T H"], routing: Routing | Logits) -> tuple[Sending, Routing | Logits]:
     """Tokens on their way, which begin it before the routing of all devices is sent, and this routing."""
-    sending, mine = lax.optimization_barrier((copies.start(x, call.axes, (0, len(x)), own=False), arrays_of(routing)))
+    sending, mine = lax.optimization_barrier(
+        (copies.start(x, call.axes, (0, len(x)), own=False, pieces=PIECES), arrays_of(routing))
+    )
     everyones = collectives.all_gather(tuple(mine.values()), call.axes)
     return sending, with_arrays(routing, dict(zip(mine, everyones, strict=True)))
 
@@ -51,10 +54,16 @@ def _rows(
     """A `grouped.Take` of tokens on their way, of which the device has its `own`, from the token `first` on."""
     del problem
     where = work.row_of, work.token_of_row, first
-    rows, sending = lax.optimization_barrier((place_rows.place_some(own, *where), Sending(own, received)))
-    return place_rows.place_rest(rows, copies.finish(sending), *where, len(own))
+    rows = place_rows.place_some(own, *where)
+    for piece, part in enumerate(copies.bounds_of(len(own), PIECES)):
+        rows, sending = lax.optimization_barrier((rows, Sending(own, received)))
+        received = copies.finish(sending, piece)
+        rows = place_rows.place_rest(rows, received, *where, len(own), part if PIECES > 1 else None)
+    return rows
 
 
 def _whole(first: Int32[Array, "1"], sending: Sending) -> Float[Array, "T H"]:
     """The tokens of all devices."""
-    return lax.dynamic_update_slice_in_dim(copies.finish(sending), sending.sent, first[0], axis=0)
+    for piece in range(PIECES):
+        sending = sending._replace(received=copies.finish(sending, piece))
+    return lax.dynamic_update_slice_in_dim(sending.received, sending.sent, first[0], axis=0)
