@@ -55,6 +55,9 @@ def test_which_calls_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arriving.applies(call)
     assert not arriving.applies(dataclasses.replace(call, num_tokens=4095))
     assert not arriving.applies(dataclasses.replace(call, input_format="fp8_token"))  # whose codes are sent
+    assert not arriving.applies(dataclasses.replace(call, num_ranks=3))
+    monkeypatch.setattr(arriving, "MOST_RANKS", 4)
+    assert arriving.applies(dataclasses.replace(call, num_ranks=4, top_k=8, experts_per_rank=32))
     needs = dataclasses.replace(call, num_ranks=4, experts_per_rank=32)
     assert needed.applies(needs)
     assert not arriving.applies(needs)

@@ -94,6 +94,7 @@ class Battery:
                         stack.enter_context(mock.patch.object(needed, "MOST_SHARE", 1.0))
                     if exchange == "peer_arriving":
                         stack.enter_context(mock.patch.object(arriving, "LEAST_BYTES", 0))
+                        stack.enter_context(mock.patch.object(arriving, "MOST_RANKS", peer.MOST_RANKS))
                     jax.clear_caches()
                     lowered = [
                         jax.jit(partial(layer, split=split)).lower(*self.arguments),

@@ -16,7 +16,7 @@ from model_steps import relative_error
 
 import jmx
 from jmx.engines.grouped import Terms
-from jmx.ffi.peer import collectives, library, needed, terms
+from jmx.ffi.peer import collectives, copies, library, needed, terms
 from jmx.grouping import Blocks, Work
 from jmx.parallel import arriving, peer
 from jmx.parallel import needed as needed_rows
@@ -47,6 +47,7 @@ def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(needed_rows, "LEAST_BYTES", 0 if request.param == "needed" else 1 << 60)
     monkeypatch.setattr(needed_rows, "MOST_SHARE", 1.0)
     monkeypatch.setattr(arriving, "LEAST_BYTES", 0 if request.param == "arriving" else 1 << 60)
+    monkeypatch.setattr(arriving, "MOST_RANKS", 4)
     monkeypatch.setattr(arriving, "PIECES", 2)
     jax.clear_caches()
     yield request.param
@@ -115,16 +116,18 @@ def test_rows_that_are_no_whole_units_are_summed_before(
 
 @pytest.mark.aot
 @pytest.mark.skipif(not library._PATH.exists(), reason="needs jmx's kernels in C++")
-@pytest.mark.parametrize(("num_gpus", "tokens"), [(2, 64), (2, 8192), (4, 4096)])
+@pytest.mark.parametrize(
+    ("num_gpus", "tokens", "sent"),
+    [(2, 64, ["gather"]), (2, 8192, ["start", "gather", "finish"]), (4, 4096, ["gather_needed"])],
+)
 def test_the_sum_reads_what_the_products_wrote_when_compiled(
-    num_gpus: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    num_gpus: int, tokens: int, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a copy or another kernel between them."""
-    divided_layers.lower_peer(monkeypatch, num_gpus, collectives, needed, terms)
+    divided_layers.lower_peer(monkeypatch, num_gpus, collectives, copies, needed, terms)
     entry = divided_layers.layer_over_h200s(MODELS["gpt-oss-120b"], num_gpus, num_gpus * tokens, exchange="peer")
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
-    needs = "_needed" if num_gpus == 4 else ""
-    assert calls == [f"jmx_peer_gather{needs}", "mosaic_gpu_v2", "jmx_peer_scatter_terms"]
+    assert calls == [*(f"jmx_peer_{its}" for its in sent), "mosaic_gpu_v2", "jmx_peer_scatter_terms"]
 
 
 # On GPUs
