@@ -21,6 +21,7 @@ from jmx.grouping import Blocks, Work
 from jmx.parallel import arriving, peer
 from jmx.parallel import needed as needed_rows
 from jmx.perf.shapes import MODELS
+from jmx.selection.backend import GivesTerms
 from jmx.xla.backend import Xla
 
 E, H, T, K = 8, 96, 16, 3
@@ -52,6 +53,7 @@ def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyP
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
+    GivesTerms._abc_caches_clear()  # which would have the reference among them after this test, too
 
 
 def layer(x: Any, logits: Any, experts: Any, split: jmx.Split | None = None) -> jax.Array:

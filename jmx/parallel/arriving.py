@@ -57,6 +57,7 @@ def _rows(
 ) -> Float[Array, "R H"]:
     """A `grouped.Take` of tokens on their way, of which the device has its `own`, from the token `first` on."""
     del problem
+    assert work.token_of_row is not None
     where = work.row_of, work.token_of_row, first
     rows = place_rows.place_some(own, *where)
     for piece, part in enumerate(copies.bounds_of(len(own), PIECES)):
