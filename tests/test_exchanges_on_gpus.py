@@ -105,7 +105,7 @@ class Battery:
                 if exchange == "peer_needed" and sizes[1] > 1:
                     assert all("jmx_peer_gather_needed" in text for text in texts)
                 if exchange == "peer_arriving" and sizes[1] > 1:
-                    assert all("jmx_peer_start" in text for text in texts)
+                    assert all(f"jmx_peer_{its}" in text for text in texts for its in ("start", "finish"))
                 if name == "peer" and chunks == 1 and sizes[1] > 1:
                     assert all("jmx_peer_scatter_terms" in text for text in texts)
                 self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
