@@ -18,6 +18,7 @@ import jmx
 from jmx.engines.grouped import Terms
 from jmx.ffi.peer import collectives, copies, library, needed, terms
 from jmx.grouping import Blocks, Work
+from jmx.pallas import place_rows
 from jmx.parallel import arriving, peer
 from jmx.parallel import needed as needed_rows
 from jmx.perf.shapes import MODELS
@@ -97,6 +98,21 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
     expected = jax.jit(partial(every, split=None))(x, logits)
     for got, wanted in zip(jax.jit(partial(every, split=split))(x, logits), expected, strict=True):
         assert relative_error(got, wanted) <= 2e-6
+
+
+@pytest.mark.devices(2)
+def test_what_arrives_is_waited_for_inside_of_a_nested_shard_map(
+    of_rows: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Where the mesh is abstract, and a lowering does not find its GPUs."""
+    monkeypatch.setattr(place_rows, "_place", lambda *given, call: call.define(*given))  # a kernel needs a GPU's name
+    x, logits = (jnp.asarray(rng.normal(size=(2 * T, width)), jnp.float32) for width in (H, E))
+    experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias_dtype="float32")
+    mesh = jax.make_mesh((2,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:2])
+    call = jax.jit(partial(layer, split=jmx.Split(expert="ep", tokens="ep", exchange="peer", mesh=mesh)))
+    lowered = call.trace(x, logits, experts).lower(lowering_platforms=("cuda",)).as_text()
+    assert (library.FINISH in lowered) == (of_rows == "arriving")
+    assert library.FINISH not in jax.export.export(call, platforms=["cuda"])(x, logits, experts).mlir_module()
 
 
 @pytest.mark.costly

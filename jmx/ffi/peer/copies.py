@@ -85,7 +85,7 @@ def _start_on_gpu(
 
 
 def _finish_on_gpu(ctx: Any, sent: Any, received: Any, *, piece: int) -> Any:
-    """Inside of another `jax.shard_map` GPUs are not known, so it is called where `start` was XLA's, too, for nothing."""
+    """GPUs are not known inside of a nested `jax.shard_map`. Where `start` was XLA's, it waits for nothing."""
     if ctx.module_context.lowering_parameters.for_export:
         return [received]
     rule = jax.ffi.ffi_lowering(FINISH, has_side_effect=True, operand_output_aliases={1: 0})
