@@ -46,14 +46,7 @@ def assert_parts(drawn, first, count, interpret):
     number = jnp.arange(x.shape[0])[:, None]
     others = jnp.where((number >= first) & (number < first + count), jnp.nan, x)
     (some,) = place_rows._place(x[first : first + count], *work, call=place_rows.Place(interpret))
-    for parts in ([None], [(0, count // 2), (count // 2, count)]):
-        rows = some
-        for part in parts:
-            (rows,) = place_rows._place(others, *work, rows, call=place_rows.Place(interpret, count, part))
-        assert_rows(x, row_of, rows)
-
-
-def assert_rows(x, row_of, rows):
+    (rows,) = place_rows._place(others, *work, some, call=place_rows.Place(interpret, count))
     tokens = np.broadcast_to(np.arange(row_of.shape[0])[:, None], row_of.shape)
     used = np.asarray(row_of) >= 0
     np.testing.assert_array_equal(np.asarray(rows)[np.asarray(row_of)[used]], np.asarray(x)[tokens[used]])
@@ -64,8 +57,8 @@ def assert_rows(x, row_of, rows):
 @pytest.mark.parametrize("interpret", [True, False])
 def test_rows_of_some_tokens_and_then_of_the_others(sizes, interpret, rng):
     drawn = draw(rng, sizes, "bfloat16")
-    for first in range(0, sizes[0], 3):
-        assert_parts(drawn, first, 3, interpret)
+    for first in (0, 3, sizes[0] - 4):
+        assert_parts(drawn, first, 4, interpret)
 
 
 @INTERPRETED
@@ -83,9 +76,8 @@ def test_too_many_rows_for_32_bits_are_gathered(rng, monkeypatch):
 def test_on_a_gpu(sizes, dtype, rng):
     drawn = draw(rng, sizes, dtype)
     assert_places(drawn, interpret=False)
-    count = next(count for count in (512, 11, 8, 3, 1) if sizes[0] % count == 0)
-    for first in (0, sizes[0] - count):
-        assert_parts(drawn, first, count, interpret=False)
+    for first in (0, sizes[0] - 5):
+        assert_parts(drawn, first, 5, interpret=False)
 
 
 @pytest.mark.aot

@@ -50,7 +50,6 @@ def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(needed_rows, "MOST_SHARE", 1.0)
     monkeypatch.setattr(arriving, "LEAST_BYTES", 0 if request.param == "arriving" else 1 << 60)
     monkeypatch.setattr(arriving, "MOST_RANKS", 4)
-    monkeypatch.setattr(arriving, "PIECES", 2)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()

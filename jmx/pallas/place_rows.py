@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jmx.engines import grouped
 from jmx.pallas import defined, row_tiles
@@ -37,13 +36,9 @@ def place_rest(
     token_of_row: Int32[Array, " R"],
     first: Int32[Array, "1"],
     count: int,
-    part: tuple[int, int] | None = None,
 ) -> Float[Array, "R H"]:
-    """`rows`, which has those of `count` tokens from `first` on, with those of the others; x is not read for these.
-
-    `part`: of each `count` of the others, from the first to before the last; None: all.
-    """
-    return _placed(Place(count=count, part=part), x, row_of, token_of_row, first, rows)
+    """`rows`, which has those of `count` tokens from `first` on, with those of the others; x is not read for these."""
+    return _placed(Place(count=count), x, row_of, token_of_row, first, rows)
 
 
 def _placed(call: "Place", *given: Shaped[Array, "..."]) -> Float[Array, "R H"]:
@@ -58,12 +53,10 @@ class Place:
     Args:
         interpret: as in `defined.Call`.
         count: of tokens whose rows are there.
-        part: as of `place_rest`.
     """
 
     interpret: bool = False
     count: int = 0
-    part: tuple[int, int] | None = None
 
     def shapes(self, x: Any, row_of: Any, token_of_row: Any, *_: Any) -> list[jax.ShapeDtypeStruct]:
         del row_of
@@ -76,23 +69,19 @@ class Place:
         first, *there = part
         if not there:
             return [grouped.take_rows(x, jnp.clip(tokens - first, 0, x.shape[0] - 1))]
-        placed = (tokens < first) | (tokens >= first + self.count)
-        if self.part is not None:
-            placed &= (tokens % self.count >= self.part[0]) & (tokens % self.count < self.part[1])
-        return [jnp.where(placed[:, None], grouped.take_rows(x, tokens), there[0])]
+        is_there = (tokens >= first) & (tokens < first + self.count)
+        return [jnp.where(is_there[:, None], there[0], grouped.take_rows(x, tokens))]
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
         (out,), (x, row_of, _, *part) = self.shapes(*given), given
         shape = x.shape[0] - self.count, x.shape[1]
-        if self.part is not None:
-            shape = shape[0] // self.count * (self.part[1] - self.part[0]), x.shape[1]
-        kernel, options = partial(_place_tile, self, shape), {"interpret": self.interpret, "into_last": len(part) == 2}
+        kernel, options = partial(_place_tile, shape), {"interpret": self.interpret, "into_last": len(part) == 2}
         return row_tiles.launch(
             kernel, out, row_tiles.num_tiles(shape), (x, row_of, *part), "jmx_place_rows", **options
         )
 
 
-def _place_tile(call: Place, shape: tuple[int, int], x: Any, row_of: Any, *rest: Any) -> None:
+def _place_tile(shape: tuple[int, int], x: Any, row_of: Any, *rest: Any) -> None:
     """`shape`: of the tokens that are placed."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
@@ -103,10 +92,7 @@ def _place_tile(call: Place, shape: tuple[int, int], x: Any, row_of: Any, *rest:
     if len(part) == 1:
         numbers = first + tokens
     elif part:
-        if call.part is not None:
-            begin, size = call.part[0], jnp.int32(call.part[1] - call.part[0])
-            tokens = lax.div(tokens, size) * call.count + begin + lax.rem(tokens, size)
-        tokens = numbers = tokens + jnp.where(tokens < first, 0, call.count)
+        tokens = numbers = tokens + jnp.where(tokens < first, 0, x.shape[0] - shape[0])
     values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
     for slot in range(row_of.shape[1]):
         rows = plgpu.load(row_of.at[numbers, slot], mask=used, other=-1)

@@ -6,7 +6,6 @@ memory belongs to other arrays.
 """
 
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -32,64 +31,55 @@ class Sending(NamedTuple):
     received: Shaped[Array, "..."]
 
 
-@partial(jax.jit, static_argnums=(1, 2), static_argnames=("own", "pieces"))
-def start(
-    array: Shaped[Array, "T ..."], axes: Names, rows: tuple[int, int] | None, *, own: bool = True, pieces: int = 1
-) -> Sending:
+@partial(jax.jit, static_argnums=(1, 2), static_argnames="own")
+def start(array: Shaped[Array, "T ..."], axes: Names, rows: tuple[int, int] | None, *, own: bool = True) -> Sending:
     """Begins to send rows along mesh axes to n ranks: `rows` from the first to before the last to each, or None: parts.
 
     What a rank receives is what the ranks send it, one after the other: (n t, ...) of t rows, or (T, ...) of parts. On
-    GPUs it has what it sends itself, its `own`, if that is asked for. `pieces`: in which each rank's rows arrive.
+    GPUs it has what it sends itself, its `own`, if that is asked for.
     """
-    return Sending(*_start.bind(array, axes=axes, num_ranks=num_ranks(axes), rows=rows, own=own, pieces=pieces))
+    return Sending(*_start.bind(array, axes=axes, num_ranks=num_ranks(axes), rows=rows, own=own))
 
 
-@partial(jax.jit, static_argnums=1)
-def finish(sending: Sending, piece: int = 0) -> Shaped[Array, "..."]:
-    """What was received, once all rows of a piece, after those before it, have been sent and have arrived."""
-    return _finish.bind(*sending, piece=piece)
+@jax.jit
+def finish(sending: Sending) -> Shaped[Array, "..."]:
+    """What was received, once all rows have been sent and have arrived."""
+    return _finish.bind(*sending)
 
 
-def bounds_of(num_rows: int, pieces: int) -> list[tuple[int, int]]:
-    """Of the rows of each piece."""
-    return [*pairwise(index * num_rows // pieces for index in range(pieces + 1))]
-
-
-def _types(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, **_: Any) -> list[Any]:
-    del axes
+def _types(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool) -> list[Any]:
+    del axes, own
     return [array, result_type(array, array.shape[0] if rows is None else (rows[1] - rows[0]) * num_ranks, ())]
 
 
-def _by_xla(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, **_: Any) -> list[Any]:
-    del num_ranks
+def _by_xla(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool) -> list[Any]:
+    del num_ranks, own
     if rows is None:
         return [array, lax.all_to_all(array, axes, split_axis=0, concat_axis=0, tiled=True)]
     return [array, lax.all_gather(array[slice(*rows)], axes, tiled=True)]
 
 
-def _start_on_gpu(
-    ctx: Any, array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool, pieces: int
-) -> Any:
+def _start_on_gpu(ctx: Any, array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool) -> Any:
     """The whole array is an operand: XLA would send a slice from where it lies, but keep a copy."""
     devices = devices_of(ctx, axes)
     if devices is None:
-        return _start_by_xla(ctx, array, axes=axes, num_ranks=num_ranks, rows=rows)
+        return _start_by_xla(ctx, array, axes=axes, num_ranks=num_ranks, rows=rows, own=own)
     (its,) = ctx.avals_in
     row_bytes = its.size // its.shape[0] * its.dtype.itemsize
     begin = np.int64(0 if rows is None else rows[0] * row_bytes)
     static = {"devices": devices, "num_ranks": np.int64(num_ranks), "parts": rows is None, "begin": begin, "own": own}
-    num_rows = its.shape[0] // num_ranks if rows is None else rows[1] - rows[0]
-    static["ends"] = np.array([end * row_bytes for _, end in bounds_of(num_rows, pieces)], np.int64)
     rule = jax.ffi.ffi_lowering(START, has_side_effect=True)
     return [array, *rule(ctx.replace(avals_out=ctx.avals_out[1:]), array, **static)]
 
 
-def _finish_on_gpu(ctx: Any, sent: Any, received: Any, *, piece: int) -> Any:
-    """GPUs are not known inside of a nested `jax.shard_map`. Where `start` was XLA's, it waits for nothing."""
+def _finish_on_gpu(ctx: Any, sent: Any, received: Any) -> Any:
+    """By the platform alone: GPUs are not known inside of a nested `jax.shard_map`, which is where rows are made.
+
+    Where XLA's collective ran in `start`, it waits for nothing.
+    """
     if ctx.module_context.lowering_parameters.for_export:
         return [received]
-    rule = jax.ffi.ffi_lowering(FINISH, has_side_effect=True, operand_output_aliases={1: 0})
-    return rule(ctx, sent, received, piece=np.int64(piece))
+    return jax.ffi.ffi_lowering(FINISH, has_side_effect=True, operand_output_aliases={1: 0})(ctx, sent, received)
 
 
 def _start_of_batch(arrays: Any, dims: Any, **static: Any) -> Any:
@@ -98,18 +88,18 @@ def _start_of_batch(arrays: Any, dims: Any, **static: Any) -> Any:
     return _start.bind(moved, **static), [moved.ndim - 1] * 2
 
 
-def _finish_of_batch(arrays: Any, dims: Any, *, piece: int) -> Any:
-    return _finish.bind(*arrays, piece=piece), dims[1]
+def _finish_of_batch(arrays: Any, dims: Any) -> Any:
+    return _finish.bind(*arrays), dims[1]
 
 
 _start, _finish = Primitive(START), Primitive(FINISH)
 _start.multiple_results = True
 _start_by_xla = mlir.lower_fun(_by_xla, multiple_results=True)
 _start.def_abstract_eval(_types)
-_finish.def_abstract_eval(lambda sent, received, **_: received)
+_finish.def_abstract_eval(lambda sent, received: received)
 batching.primitive_batchers[_start] = _start_of_batch
 batching.primitive_batchers[_finish] = _finish_of_batch
 mlir.register_lowering(_start, _start_by_xla)
-mlir.register_lowering(_finish, lambda ctx, sent, received, **_: [received])
+mlir.register_lowering(_finish, lambda ctx, sent, received: [received])
 mlir.register_lowering(_start, _start_on_gpu, platform="cuda")
 mlir.register_lowering(_finish, _finish_on_gpu, platform="cuda")

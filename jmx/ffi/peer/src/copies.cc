@@ -52,7 +52,7 @@ class Event {
 // What a rank gives the others.
 struct Post {
   Address results = 0;
-  std::vector<Event> events;  // one, or one for each rank, none where nothing is sent; for each piece
+  std::vector<Event> events;  // one, or one for each rank, none where nothing is sent
 };
 
 // Where the threads of the ranks meet.
@@ -100,7 +100,7 @@ struct Resources {
   Meetings meetings;
   std::mutex mutex;
   std::map<std::pair<int, int>, Stream> streams;  // by the GPU that sends, and the one that receives
-  std::map<std::pair<int, Address>, std::vector<std::vector<Event>>> copies;  // by GPU and its results: of each piece
+  std::map<std::pair<int, Address>, std::vector<Event>> copies;        // that were started, by GPU and its results
 
   static Resources& Get() {
     static auto* resources = new Resources;  // not destroyed while other threads may still run
@@ -121,9 +121,9 @@ struct Resources {
 Address AddressOf(const void* data) { return reinterpret_cast<Address>(data); }
 
 // Sends each rank, this one if `own`, the bytes of `in` from `begin` on that an nth of `out` has, or an nth of them
-// (`parts`); in pieces, by their ends.
+// (`parts`).
 void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bool parts, size_t begin, bool own,
-                 ffi::Span<const int64_t> ends, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out) {
+                 ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out) {
   Resources& resources = Resources::Get();
   Current current(ordinal);
   const size_t bytes = out->size_bytes() / group.size(), step = parts ? bytes : 0;
@@ -132,48 +132,40 @@ void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bo
   const Post begun{AddressOf(out->untyped_data()), {Event::Record(stream)}};
   const Meetings::Key key{run, group.ordinals};
   const std::vector<Post> ready = resources.meetings.Meet(key, group, begun);
-  const size_t pieces = ends.size();
-  if (pieces == 0 || ends.back() != static_cast<int64_t>(bytes)) throw std::string("wrong pieces");
-  Post sent{0, std::vector<Event>(group.size() * pieces)};
+  Post sent{0, std::vector<Event>(group.size())};
   for (int i = own ? 0 : 1; i < group.size(); ++i) {
     const int other = (group.rank + i) % group.size();
     const Stream copies = resources.FindStream(ordinal, group.ordinals[other]);
     begun.events[0].Hold(copies);
     if (other != group.rank) ready[other].events[0].Hold(copies);
-    const Address to = ready[other].results + group.rank * bytes;
-    for (size_t piece = 0, at = 0; piece < pieces; at = ends[piece++]) {
-      Check(driver().copy(to + at, from + other * step + at, ends[piece] - at, copies), "cuMemcpyDtoDAsync");
-      sent.events[other * pieces + piece] = Event::Record(copies);
-    }
+    Check(driver().copy(ready[other].results + group.rank * bytes, from + other * step, bytes, copies),
+          "cuMemcpyDtoDAsync");
+    sent.events[other] = Event::Record(copies);
   }
   const std::vector<Post> done = resources.meetings.Meet(key, group, sent);
-  std::vector<std::vector<Event>> events(pieces);
-  for (size_t piece = 0; piece < pieces; ++piece)
-    for (int rank = 0; rank < group.size(); ++rank) {
-      events[piece].push_back(sent.events[rank * pieces + piece]);
-      events[piece].push_back(done[rank].events[group.rank * pieces + piece]);
-    }
+  std::vector<Event> events = sent.events;
+  for (const Post& post : done) events.push_back(post.events[group.rank]);
   std::lock_guard lock(resources.mutex);
   resources.copies[{ordinal, begun.results}] = std::move(events);
 }
 
-// Waits for a piece, after those before it; for nothing where no copies were started to these results.
-void FinishCopies(Stream stream, int ordinal, size_t piece, Address results) {
+// It waits for nothing where no copies were started to these results.
+void FinishCopies(Stream stream, int ordinal, Address results) {
   Resources& resources = Resources::Get();
   std::vector<Event> events;
   {
     std::lock_guard lock(resources.mutex);
     const auto found = resources.copies.find({ordinal, results});
     if (found == resources.copies.end()) return;
-    events = found->second.at(piece);
-    if (piece + 1 == found->second.size()) resources.copies.erase(found);
+    events = std::move(found->second);
+    resources.copies.erase(found);
   }
   Current current(ordinal);
   for (const Event& event : events) event.Hold(stream);
 }
 
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool, int64_t,
-                      bool, ffi::Span<const int64_t>, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
+                      bool, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     for (int other : group.ordinals) Resources::Get().FindStream(ordinal, other);
@@ -181,17 +173,16 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
 }
 
 ffi::Error Start(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool parts, int64_t begin,
-                 bool own, ffi::Span<const int64_t> ends, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
+                 bool own, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
-    StartCopies(stream, ordinal, run.run_id, group, parts, begin, own, ends, in, out);
+    StartCopies(stream, ordinal, run.run_id, group, parts, begin, own, in, out);
   });
 }
 
 // Operands are the array that is sent, and the results, which it returns where they are.
-ffi::Error Finish(int32_t ordinal, int64_t piece, Stream stream, ffi::AnyBuffer, ffi::AnyBuffer,
-                  ffi::Result<ffi::AnyBuffer> results) {
-  return Try("jmx_peer", [&] { FinishCopies(stream, ordinal, piece, AddressOf(results->untyped_data())); });
+ffi::Error Finish(int32_t ordinal, Stream stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer> results) {
+  return Try("jmx_peer", [&] { FinishCopies(stream, ordinal, AddressOf(results->untyped_data())); });
 }
 
 template <typename Binding>
@@ -200,7 +191,6 @@ auto BindStart(Binding&& binding) {
       .template Attr<bool>("parts")
       .template Attr<int64_t>("begin")
       .template Attr<bool>("own")
-      .template Attr<ffi::Span<const int64_t>>("ends")
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>();
 }
@@ -217,7 +207,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_peer_finish, jmx::Finish,
                               jmx::ffi::Ffi::Bind()
                                   .Ctx<jmx::ffi::DeviceOrdinal>()
-                                  .Attr<int64_t>("piece")
                                   .Ctx<jmx::ffi::PlatformStream<jmx::Stream>>()
                                   .Arg<jmx::ffi::AnyBuffer>()
                                   .Arg<jmx::ffi::AnyBuffer>()
