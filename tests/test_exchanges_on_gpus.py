@@ -22,7 +22,7 @@ from model_steps import relative_error
 
 import jmx
 from jmx.ffi.peer import collectives
-from jmx.parallel import needed, peer
+from jmx.parallel import arriving, needed, peer
 
 E, H, T, K = 16, 384, 8, 4  # T tokens a device
 AXES = "dp", "ep"
@@ -61,7 +61,7 @@ class Battery:
     Args:
         sizes: of the mesh axes.
         exchanges: with the numbers of chunks; "peer_arrays" is `peer` from array to array, "peer_needed" likewise, but
-            of rows that are needed.
+            of rows that are needed, and of "peer_arriving" copy engines send tokens.
         num_calls: with delays.
     """
 
@@ -82,7 +82,7 @@ class Battery:
         self.programs: dict[str, list[Any]] = {}
         with ThreadPoolExecutor() as pool:
             for exchange, chunks in exchanges:
-                name = exchange.removesuffix("_needed").removesuffix("_arrays")
+                name = exchange if exchange == "peer_lines" else exchange.partition("_")[0]
                 split = jmx.Split(expert="ep", tokens=AXES, exchange=name, chunks=chunks, mesh=mesh)
                 body = partial(calls_with_delays, split=dataclasses.replace(split, mesh=None))
                 late = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
@@ -92,6 +92,9 @@ class Battery:
                     if exchange == "peer_needed":
                         stack.enter_context(mock.patch.object(needed, "LEAST_BYTES", 0))
                         stack.enter_context(mock.patch.object(needed, "MOST_SHARE", 1.0))
+                    if exchange == "peer_arriving":
+                        stack.enter_context(mock.patch.object(arriving, "LEAST_BYTES", 0))
+                        stack.enter_context(mock.patch.object(arriving, "MOST_RANKS", peer.MOST_RANKS))
                     jax.clear_caches()
                     lowered = [
                         jax.jit(partial(layer, split=split)).lower(*self.arguments),
@@ -101,6 +104,8 @@ class Battery:
                 texts = [its.as_text() for its in (lowered[0], lowered[2])]
                 if exchange == "peer_needed" and sizes[1] > 1:
                     assert all("jmx_peer_gather_needed" in text for text in texts)
+                if exchange == "peer_arriving" and sizes[1] > 1:
+                    assert all(f"jmx_peer_{its}" in text for text in texts for its in ("start", "finish"))
                 if name == "peer" and chunks == 1 and sizes[1] > 1:
                     assert all("jmx_peer_scatter_terms" in text for text in texts)
                 self.programs[f"{exchange} in {chunks}"] = [pool.submit(its.compile) for its in lowered]
@@ -128,7 +133,7 @@ def battery(shape: str) -> Battery | None:
     exchanges = [("gather", 1), ("rows", 1)]
     if not peer.fault(2):
         exchanges += [("peer", 1), ("peer_lines", 1), ("peer_arrays", 1)]
-        exchanges += [("peer", 3), ("peer_needed", 1), ("peer_needed", 3)]
+        exchanges += [("peer", 3), ("peer_needed", 1), ("peer_needed", 3), ("peer_arriving", 1)]
     return Battery(sizes, exchanges, int(os.environ.get("JMX_TEST_CALLS", "1000")))
 
 

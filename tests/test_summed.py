@@ -16,11 +16,13 @@ from model_steps import relative_error
 
 import jmx
 from jmx.engines.grouped import Terms
-from jmx.ffi.peer import collectives, library, needed, terms
+from jmx.ffi.peer import collectives, copies, library, needed, terms
 from jmx.grouping import Blocks, Work
+from jmx.pallas import place_rows
+from jmx.parallel import arriving, peer
 from jmx.parallel import needed as needed_rows
-from jmx.parallel import peer
 from jmx.perf.shapes import MODELS
+from jmx.selection.backend import GivesTerms
 from jmx.xla.backend import Xla
 
 E, H, T, K = 8, 96, 16, 3
@@ -39,16 +41,19 @@ def terms_of(self: Xla, problem: Any, x: Any, routing: Any, experts: Any, enviro
     return Terms(jnp.stack([rows / 4, rows * 0.75]), work.row_of, routing.weights)
 
 
-@pytest.fixture(params=["all", "needed"])
+@pytest.fixture(params=["all", "needed", "arriving"])
 def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which rows are sent, for a test in which the reference gives its terms."""
+    """Which rows are sent, and how, for a test in which the reference gives its terms."""
     monkeypatch.setattr(Xla, "terms", terms_of, raising=False)
     monkeypatch.setattr(Xla, "takes_rows", lambda *_: True, raising=False)
     monkeypatch.setattr(needed_rows, "LEAST_BYTES", 0 if request.param == "needed" else 1 << 60)
     monkeypatch.setattr(needed_rows, "MOST_SHARE", 1.0)
+    monkeypatch.setattr(arriving, "LEAST_BYTES", 0 if request.param == "arriving" else 1 << 60)
+    monkeypatch.setattr(arriving, "MOST_RANKS", 4)
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
+    GivesTerms._abc_caches_clear()  # which would have the reference among them after this test, too
 
 
 def layer(x: Any, logits: Any, experts: Any, split: jmx.Split | None = None) -> jax.Array:
@@ -86,11 +91,27 @@ def test_layers_and_what_is_made_of_them_are_those_of_one_device(
     text = str(jax.make_jaxpr(partial(layer, split=split))(x, logits, experts))
     assert text.count(f"{library.SCATTER_TERMS}[") == 1
     assert ("jmx_peer_gather_needed[" in text) == (of_rows == "needed")
+    assert ("jmx_peer_start[" in text) == (of_rows == "arriving")
     way = collectives.Way.ARRAYS if of_rows == "needed" else collectives.Way.SLOT
     assert re.findall(r"way=(\d)", text) == [str(int(way))]
     expected = jax.jit(partial(every, split=None))(x, logits)
     for got, wanted in zip(jax.jit(partial(every, split=split))(x, logits), expected, strict=True):
         assert relative_error(got, wanted) <= 2e-6
+
+
+@pytest.mark.devices(2)
+def test_what_arrives_is_waited_for_inside_of_a_nested_shard_map(
+    of_rows: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Where the mesh is abstract, and a lowering does not find its GPUs."""
+    monkeypatch.setattr(place_rows, "_place", lambda *given, call: call.define(*given))  # a kernel needs a GPU's name
+    x, logits = (jnp.asarray(rng.normal(size=(2 * T, width)), jnp.float32) for width in (H, E))
+    experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias_dtype="float32")
+    mesh = jax.make_mesh((2,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:2])
+    call = jax.jit(partial(layer, split=jmx.Split(expert="ep", tokens="ep", exchange="peer", mesh=mesh)))
+    lowered = call.trace(x, logits, experts).lower(lowering_platforms=("cuda",)).as_text()
+    assert (library.FINISH in lowered) == (of_rows == "arriving")
+    assert library.FINISH not in jax.export.export(call, platforms=["cuda"])(x, logits, experts).mlir_module()
 
 
 @pytest.mark.costly
@@ -125,16 +146,18 @@ def test_rows_that_are_no_whole_units_are_summed_before(
 
 @pytest.mark.aot
 @pytest.mark.skipif(not library._PATH.exists(), reason="needs jmx's kernels in C++")
-@pytest.mark.parametrize(("num_gpus", "tokens"), [(2, 64), (2, 8192), (4, 4096)])
+@pytest.mark.parametrize(
+    ("num_gpus", "tokens", "sent"),
+    [(2, 64, ["gather"]), (2, 8192, ["start", "gather", "finish"]), (4, 4096, ["gather_needed"])],
+)
 def test_the_sum_reads_what_the_products_wrote_when_compiled(
-    num_gpus: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    num_gpus: int, tokens: int, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a copy or another kernel between them."""
-    divided_layers.lower_peer(monkeypatch, num_gpus, collectives, needed, terms)
+    divided_layers.lower_peer(monkeypatch, num_gpus, collectives, copies, needed, terms)
     entry = divided_layers.layer_over_h200s(MODELS["gpt-oss-120b"], num_gpus, num_gpus * tokens, exchange="peer")
     calls = re.findall(r'custom_call_target="(jmx_peer_\w+|mosaic_gpu_v2)"', entry)
-    needs = "_needed" if num_gpus == 4 else ""
-    assert calls == [f"jmx_peer_gather{needs}", "mosaic_gpu_v2", "jmx_peer_scatter_terms"]
+    assert calls == [*(f"jmx_peer_{its}" for its in sent), "mosaic_gpu_v2", "jmx_peer_scatter_terms"]
 
 
 # On GPUs

@@ -74,24 +74,25 @@ class Place:
 
     def launch(self, *given: Shaped[Array, "..."]) -> list[Shaped[Array, "R H"]]:
         (out,), (x, row_of, _, *part) = self.shapes(*given), given
-        grid, kernel, name = row_tiles.num_tiles(x.shape), partial(_place_tile, self.count), "jmx_place_rows"
-        options: Any = {"interpret": self.interpret, "into_last": len(part) == 2}
-        return row_tiles.launch(kernel, out, grid, (x, row_of, *part), name, **options)
+        shape = x.shape[0] - self.count, x.shape[1]
+        kernel, options = partial(_place_tile, shape), {"interpret": self.interpret, "into_last": len(part) == 2}
+        return row_tiles.launch(
+            kernel, out, row_tiles.num_tiles(shape), (x, row_of, *part), "jmx_place_rows", **options
+        )
 
 
-def _place_tile(count: int, x: Any, row_of: Any, *rest: Any) -> None:
+def _place_tile(shape: tuple[int, int], x: Any, row_of: Any, *rest: Any) -> None:
+    """`shape`: of the tokens that are placed."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     *part, out = rest
-    tokens, columns, inside = row_tiles.tile(x.shape, pl.program_id(0), pl.program_id(1))
-    used, numbers = tokens < x.shape[0], tokens
+    tokens, columns, inside = row_tiles.tile(shape, pl.program_id(0), pl.program_id(1))
+    used, numbers, first = tokens < shape[0], tokens, part[0][0] if part else 0
     if len(part) == 1:
-        numbers += part[0][0]
+        numbers = first + tokens
     elif part:
-        first = part[0][0]
-        used &= (tokens < first) | (tokens >= first + count)
-        inside &= used[:, None]
+        tokens = numbers = tokens + jnp.where(tokens < first, 0, x.shape[0] - shape[0])
     values = plgpu.load(x.at[tokens[:, None], columns], mask=inside, other=0)
     for slot in range(row_of.shape[1]):
         rows = plgpu.load(row_of.at[numbers, slot], mask=used, other=-1)

@@ -31,13 +31,14 @@ class Sending(NamedTuple):
     received: Shaped[Array, "..."]
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def start(array: Shaped[Array, "T ..."], axes: Names, rows: tuple[int, int] | None) -> Sending:
+@partial(jax.jit, static_argnums=(1, 2), static_argnames="own")
+def start(array: Shaped[Array, "T ..."], axes: Names, rows: tuple[int, int] | None, *, own: bool = True) -> Sending:
     """Begins to send rows along mesh axes to n ranks: `rows` from the first to before the last to each, or None: parts.
 
-    What a rank receives is what the ranks send it, one after the other: (n t, ...) of t rows, or (T, ...) of parts.
+    What a rank receives is what the ranks send it, one after the other: (n t, ...) of t rows, or (T, ...) of parts. On
+    GPUs it has what it sends itself, its `own`, if that is asked for.
     """
-    return Sending(*_start.bind(array, axes=axes, num_ranks=num_ranks(axes), rows=rows))
+    return Sending(*_start.bind(array, axes=axes, num_ranks=num_ranks(axes), rows=rows, own=own))
 
 
 @jax.jit
@@ -46,33 +47,37 @@ def finish(sending: Sending) -> Shaped[Array, "..."]:
     return _finish.bind(*sending)
 
 
-def _types(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None) -> list[Any]:
-    del axes
+def _types(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool) -> list[Any]:
+    del axes, own
     return [array, result_type(array, array.shape[0] if rows is None else (rows[1] - rows[0]) * num_ranks, ())]
 
 
-def _by_xla(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None) -> list[Any]:
-    del num_ranks
+def _by_xla(array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool) -> list[Any]:
+    del num_ranks, own
     if rows is None:
         return [array, lax.all_to_all(array, axes, split_axis=0, concat_axis=0, tiled=True)]
     return [array, lax.all_gather(array[slice(*rows)], axes, tiled=True)]
 
 
-def _start_on_gpu(ctx: Any, array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None) -> Any:
+def _start_on_gpu(ctx: Any, array: Any, *, axes: Names, num_ranks: int, rows: tuple[int, int] | None, own: bool) -> Any:
     """The whole array is an operand: XLA would send a slice from where it lies, but keep a copy."""
     devices = devices_of(ctx, axes)
     if devices is None:
-        return _start_by_xla(ctx, array, axes=axes, num_ranks=num_ranks, rows=rows)
+        return _start_by_xla(ctx, array, axes=axes, num_ranks=num_ranks, rows=rows, own=own)
     (its,) = ctx.avals_in
     row_bytes = its.size // its.shape[0] * its.dtype.itemsize
     begin = np.int64(0 if rows is None else rows[0] * row_bytes)
-    static = {"devices": devices, "num_ranks": np.int64(num_ranks), "parts": rows is None, "begin": begin}
+    static = {"devices": devices, "num_ranks": np.int64(num_ranks), "parts": rows is None, "begin": begin, "own": own}
     rule = jax.ffi.ffi_lowering(START, has_side_effect=True)
     return [array, *rule(ctx.replace(avals_out=ctx.avals_out[1:]), array, **static)]
 
 
 def _finish_on_gpu(ctx: Any, sent: Any, received: Any) -> Any:
-    if devices_of(ctx, ()) is None:
+    """By the platform alone: GPUs are not known inside of a nested `jax.shard_map`, which is where rows are made.
+
+    Where XLA's collective ran in `start`, it waits for nothing.
+    """
+    if ctx.module_context.lowering_parameters.for_export:
         return [received]
     return jax.ffi.ffi_lowering(FINISH, has_side_effect=True, operand_output_aliases={1: 0})(ctx, sent, received)
 

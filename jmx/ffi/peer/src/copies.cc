@@ -39,8 +39,10 @@ class Event {
     return event;
   }
   Event() = default;
-  // The stream does nothing more before that point.
-  void Hold(Stream stream) const { Check(driver().stream_wait(stream, handle_.get(), 0), "cuStreamWaitEvent"); }
+  // The stream does nothing more before that point, if there is one.
+  void Hold(Stream stream) const {
+    if (handle_ != nullptr) Check(driver().stream_wait(stream, handle_.get(), 0), "cuStreamWaitEvent");
+  }
 
  private:
   explicit Event(EventHandle handle) : handle_(handle, [](EventHandle its) { driver().event_destroy(its); }) {}
@@ -50,7 +52,7 @@ class Event {
 // What a rank gives the others.
 struct Post {
   Address results = 0;
-  std::vector<Event> events;  // one, or one for each rank
+  std::vector<Event> events;  // one, or one for each rank, none where nothing is sent
 };
 
 // Where the threads of the ranks meet.
@@ -118,8 +120,9 @@ struct Resources {
 
 Address AddressOf(const void* data) { return reinterpret_cast<Address>(data); }
 
-// Sends each rank the bytes of `in` from `begin` on that an nth of `out` has, or an nth of them (`parts`).
-void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bool parts, size_t begin,
+// Sends each rank, this one if `own`, the bytes of `in` from `begin` on that an nth of `out` has, or an nth of them
+// (`parts`).
+void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bool parts, size_t begin, bool own,
                  ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out) {
   Resources& resources = Resources::Get();
   Current current(ordinal);
@@ -130,7 +133,7 @@ void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bo
   const Meetings::Key key{run, group.ordinals};
   const std::vector<Post> ready = resources.meetings.Meet(key, group, begun);
   Post sent{0, std::vector<Event>(group.size())};
-  for (int i = 0; i < group.size(); ++i) {
+  for (int i = own ? 0 : 1; i < group.size(); ++i) {
     const int other = (group.rank + i) % group.size();
     const Stream copies = resources.FindStream(ordinal, group.ordinals[other]);
     begun.events[0].Hold(copies);
@@ -146,13 +149,14 @@ void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bo
   resources.copies[{ordinal, begun.results}] = std::move(events);
 }
 
+// It waits for nothing where no copies were started to these results.
 void FinishCopies(Stream stream, int ordinal, Address results) {
   Resources& resources = Resources::Get();
   std::vector<Event> events;
   {
     std::lock_guard lock(resources.mutex);
     const auto found = resources.copies.find({ordinal, results});
-    if (found == resources.copies.end()) throw std::string("no copies were started to this array");
+    if (found == resources.copies.end()) return;
     events = std::move(found->second);
     resources.copies.erase(found);
   }
@@ -161,7 +165,7 @@ void FinishCopies(Stream stream, int ordinal, Address results) {
 }
 
 ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool, int64_t,
-                      ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
+                      bool, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
     for (int other : group.ordinals) Resources::Get().FindStream(ordinal, other);
@@ -169,10 +173,10 @@ ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t
 }
 
 ffi::Error Start(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, bool parts, int64_t begin,
-                 ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
+                 bool own, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out, Stream stream, ffi::RunId run) {
   return Try("jmx_peer", [&] {
     const Group group = GroupOf(ordinal, devices.begin(), devices.end(), num_ranks, kMaxRanks);
-    StartCopies(stream, ordinal, run.run_id, group, parts, begin, in, out);
+    StartCopies(stream, ordinal, run.run_id, group, parts, begin, own, in, out);
   });
 }
 
@@ -186,6 +190,7 @@ auto BindStart(Binding&& binding) {
   return BindGroup(std::move(binding))
       .template Attr<bool>("parts")
       .template Attr<int64_t>("begin")
+      .template Attr<bool>("own")
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>();
 }
