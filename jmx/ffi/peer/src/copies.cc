@@ -149,14 +149,18 @@ void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bo
   resources.copies[{ordinal, begun.results}] = std::move(events);
 }
 
-// It waits for nothing where no copies were started to these results.
+// It waits for nothing where XLA's collective ran in `start`, so that this GPU has started no copies at all.
 void FinishCopies(Stream stream, int ordinal, Address results) {
   Resources& resources = Resources::Get();
   std::vector<Event> events;
   {
     std::lock_guard lock(resources.mutex);
     const auto found = resources.copies.find({ordinal, results});
-    if (found == resources.copies.end()) return;
+    if (found == resources.copies.end()) {
+      const auto any = resources.copies.lower_bound({ordinal, 0});
+      if (any == resources.copies.end() || any->first.first != ordinal) return;
+      throw std::string("no copies were started to this array");
+    }
     events = std::move(found->second);
     resources.copies.erase(found);
   }
