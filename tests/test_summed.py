@@ -19,10 +19,9 @@ from jmx.engines.grouped import Terms
 from jmx.ffi.peer import collectives, copies, library, needed, terms
 from jmx.grouping import Blocks, Work
 from jmx.pallas import place_rows
-from jmx.parallel import arriving, peer
+from jmx.parallel import arriving, peer, summed
 from jmx.parallel import needed as needed_rows
 from jmx.perf.shapes import MODELS
-from jmx.selection.backend import GivesTerms
 from jmx.xla.backend import Xla
 
 E, H, T, K = 8, 96, 16, 3
@@ -46,6 +45,7 @@ def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyP
     """Which rows are sent, and how, for a test in which the reference gives its terms."""
     monkeypatch.setattr(Xla, "terms", terms_of, raising=False)
     monkeypatch.setattr(Xla, "takes_rows", lambda *_: True, raising=False)
+    monkeypatch.setattr(summed, "GivesTerms", Xla)  # a protocol would know the reference as one after this test, too
     monkeypatch.setattr(needed_rows, "LEAST_BYTES", 0 if request.param == "needed" else 1 << 60)
     monkeypatch.setattr(needed_rows, "MOST_SHARE", 1.0)
     monkeypatch.setattr(arriving, "LEAST_BYTES", 0 if request.param == "arriving" else 1 << 60)
@@ -53,7 +53,6 @@ def of_rows(request: Any, peer_by_collectives: None, monkeypatch: pytest.MonkeyP
     jax.clear_caches()
     yield request.param
     jax.clear_caches()
-    GivesTerms._abc_caches_clear()  # which would have the reference among them after this test, too
 
 
 def layer(x: Any, logits: Any, experts: Any, split: jmx.Split | None = None) -> jax.Array:
