@@ -174,9 +174,11 @@ def on_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def peer_by_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that seem to write into each other's memory: `peer` runs, and its lowering is XLA's collectives."""
+    """Devices that seem to write into each other's memory: `peer` runs, whose lowering is XLA's collectives on CPUs."""
     from jmx.parallel import peer
 
+    if jax.default_backend() == "gpu":
+        assert peer.fault(1) is None  # it loads the kernels, which are the lowering there
     monkeypatch.setattr(peer, "fault", lambda *_: None)
 
 
