@@ -123,6 +123,7 @@ def moe_of_some(
     some: Some,
     *,
     adapters: Adapters | None = None,
+    unsummed: Unsummed | None = None,
     **settings: Any,
 ) -> Float[Array, "T H"] | Terms | None:
     """`moe` of some of the experts among which tokens are routed; what others would add to a token is left out.
@@ -130,13 +131,15 @@ def moe_of_some(
     Kernels get the sizes of blocks that suit the rows of an expert, which are those of a call with all experts. With
     `unsummed` it returns `Terms`, or None: see there.
     """
-    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some)
+    return _undivided(Tokens(x, routing, None), (experts, adapters), _Settings(**settings), some, unsummed)
 
 
-def _undivided(tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None) -> Any:
+def _undivided(
+    tokens: Tokens, weights: over_mesh.Weights, settings: "_Settings", some: Some | None = None, unsummed: Any = None
+) -> Any:
     """`moe` of experts that no mesh divides, or its `Terms`, see `moe_of_some`. `some`: which experts; None: all."""
     (x, routing, mask), (experts, adapters) = tokens, weights
-    activation, weights_on, input_format, backend, save_gate_up, unsummed = settings
+    activation, weights_on, input_format, backend, save_gate_up = settings
     beside: Beside = adapters
     if isinstance(experts, MasterExperts):
         if adapters is not None:
@@ -225,14 +228,13 @@ Beside = Adapters | autodiff.Sources | None
 
 
 class _Settings(NamedTuple):
-    """Static arguments of `moe`, by their names there, and `unsummed` of `moe_of_some`."""
+    """Static arguments of `moe`, by their names there."""
 
     activation: Activation
     weights_on: str = "output"
     input_format: str | None = None
     backend: str | None = None
     save_gate_up: bool = False
-    unsummed: Unsummed | None = None
 
 
 def _divided(
@@ -258,7 +260,7 @@ def _divided(
         over_mesh.check_tokens(x)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
-        # Outside of any jit `jax.shard_map` refuses exchanges that ask what is differentiated.
+        # Outside of any jit, `jax.shard_map` does not support `custom_vjp` with symbolic zeros, which exchanges use.
         run = partial(jax.jit(_of_this_device, static_argnames=("settings", "split")), settings=settings, split=split)
         return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, weights)
     static = over_mesh.static_of(split, x.ndim - 1, tokens.arrays(), experts)
@@ -300,8 +302,8 @@ def _of_this_device(
     settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
 
     def on_one(x: Any, routing: Any, experts: Any, first: Any, adapters: Any, unsummed: Unsummed | None) -> Any:
-        its = settings._replace(unsummed=unsummed)
-        return moe_of_some(x, routing, experts, Some(num_routed, first), adapters=adapters, **its._asdict())
+        some = Some(num_routed, first)
+        return moe_of_some(x, routing, experts, some, adapters=adapters, unsummed=unsummed, **settings._asdict())
 
     rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)

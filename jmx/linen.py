@@ -353,8 +353,8 @@ class _Partitioned(nn.Partitioned):
     """A box whose value is constrained along Auto mesh axes only, and where a program is traced.
 
     Explicit axes are in the type of the value already, and inside `jax.shard_map` it is a device's part. An array is
-    where it is, perhaps on another mesh than the one in scope, to which a call moves it. So is one that is
-    differentiated outside of any jit: it is in a tracer, but a new array there is in none.
+    where it is, perhaps on another mesh than the one in scope, to which a call moves it. So is an array that is
+    differentiated outside of any jit: it is a tracer, but a new array there is not.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:

@@ -39,11 +39,12 @@ def test_a_backend_that_reads_tokens_gets_all_of_them(
     x, logits = (jnp.asarray(rng.normal(size=(2 * T, width)), jnp.float32) for width in (H, E))
     experts = jmx.Experts.random(jax.random.key(0), E, H, H, gate_up_order="interleaved", bias_dtype="float32")
     mesh = jax.make_mesh((2,), ("ep",), (AxisType.Auto,), devices=jax.devices()[:2])
+    split = jmx.Split(expert="ep", tokens="ep", mesh=mesh)
     got, expected = (
-        jax.jit(partial(layer, split=jmx.Split(expert="ep", tokens="ep", exchange=exchange, mesh=mesh)))(
+        jax.jit(partial(layer, split=dataclasses.replace(split, exchange=its), weights_on=weights_on))(
             x, logits, experts
         )
-        for exchange in ("peer", "gather")
+        for its in ("peer", "gather")
     )
     np.testing.assert_array_equal(got, expected)
     jax.clear_caches()

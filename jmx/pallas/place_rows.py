@@ -48,7 +48,10 @@ def _placed(call: "Place", *given: Shaped[Array, "..."]) -> Float[Array, "R H"]:
 
 @dataclass(frozen=True)
 class Place:
-    """What is static of a call, whose arrays are x, `row_of`, `token_of_row`; of some tokens the first; and the rows.
+    """What is static of a call.
+
+    Its arrays are x, `row_of`, `token_of_row`, then, for a part of the tokens, the first one's number, and the rows
+    that are there.
 
     Args:
         interpret: as in `defined.Call`.

@@ -10,7 +10,7 @@ from jmx.util.typing import Array, Float, Int32
 
 # Results of tokens (T, H) and their routing (T, k), or logits (T, E), which a device computes with its own experts,
 # whose arrays are the first argument: those of other devices contribute nothing. Ids are those of all experts. A fourth
-# argument, if not None, is a `grouped.Unsummed`.
+# argument, if not None, is a `grouped.Unsummed`, which states what is returned then.
 Local = Callable[..., Any]
 
 

@@ -31,7 +31,7 @@ from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
 
 # The layer on one device: x (T, H), routing (T, k) or logits (T, E) of all experts, experts, the first one of these for
-# logits, adapters, and None -> (T, H); or, last, a `grouped.Unsummed`.
+# logits, adapters, None -> (T, H); or, instead of None, a `grouped.Unsummed` -> what that states.
 OneDevice = Callable[..., Any]
 
 # Experts, and their adapters, if they have some.

@@ -149,7 +149,8 @@ void StartCopies(Stream stream, int ordinal, int64_t run, const Group& group, bo
   resources.copies[{ordinal, begun.results}] = std::move(events);
 }
 
-// It waits for nothing where XLA's collective ran in `start`, so that this GPU has started no copies at all.
+// It waits for nothing where XLA's collective ran in `start`: this GPU has started no copies then. With others on the
+// way it cannot tell that from an array that XLA has moved, which is an error.
 void FinishCopies(Stream stream, int ordinal, Address results) {
   Resources& resources = Resources::Get();
   std::vector<Event> events;

@@ -14,7 +14,7 @@ __device__ unsigned int LoadAcquire(const unsigned int* from) {
   return flag;
 }
 
-// A barrier of so many threads of a CTA, whole warps, of which some only say that they have come.
+// Barriers of so many threads of a CTA, whole warps. `ArriveAt` does not wait for the others, `WaitAt` does.
 __device__ void ArriveAt(int barrier, int threads) {
   __syncwarp();
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
