@@ -28,7 +28,8 @@ class Peer:
     """One kernel before the experts and one after them, each of which starts when its GPU comes to it.
 
     Few rows lie in memory that the process keeps: twice those of all ranks, for each number of tokens. Many go from
-    array to array. XLA's collectives run instead where a program does not know its devices, as in `jax.export`.
+    array to array, tokens of two ranks by copy engines (`jmx.parallel.arriving`). XLA's collectives run instead where a
+    program does not know its devices, as in `jax.export`.
     """
 
     name = "peer"
